@@ -53,26 +53,6 @@ class Progress(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Registration:
-    """A request to register an archive. None means unset: the next source of the setting applies.
-
-    No number exceeds `MAX_NUMBER`: the frontends check that.
-    """
-
-    url: str
-    model_name: str | None = None
-    handler: str | None = None
-    runtime: str | None = None
-    batch_size: int | None = None
-    max_batch_delay_ms: int | None = None
-    initial_executors: int | None = None
-    response_timeout_s: int | None = None
-    startup_timeout_s: int | None = None
-    s3_sse_kms: bool = False  # sign the request for the URL, which is one of S3
-    synchronous: bool = True
-
-
-@dataclass(frozen=True, slots=True)
 class Registered:
     """A registered version."""
 
@@ -113,6 +93,7 @@ class ControlPlane:
         self._registry = registry
         self._dataplane = dataplane
         self._settings = settings
+        self.default_executors = settings.default_executors  # of a registration that does not say how many
         self.workflows = WorkflowPlane(
             Workflows(settings, registry),
             dataplane,
@@ -120,8 +101,12 @@ class ControlPlane:
             settings.limits.max_response_bytes,
         )
 
-    async def register(self, wish: Registration) -> Registered:
+    async def register(self, wish: Wanted, *, synchronous: bool = True) -> Registered:
         """Register an archive of the store.
+
+        Args:
+            wish: the archive and its settings; the frontends check that no number exceeds `MAX_NUMBER`.
+            synchronous: wait until the version is loaded.
 
         Raises:
             NotAllowed: the model API is off.
@@ -129,13 +114,14 @@ class ControlPlane:
             LoadFailed: loading failed; the version is unregistered again (only when synchronous).
             Conflict: another call unregistered the version while it was loading (only when synchronous).
         """
-        manages(wish.model_name or shown_url(wish.url))
+        manages(wish.name or shown_url(wish.url))
         self.check_model_api()
-        version = await self._registry.register(_wanted(wish, self._settings.default_executors))
+        _check_numbers(wish.asked)
+        version = await self._registry.register(wish)
         changed()
         manages(*version.key)
         executors = version.target
-        if executors and not wish.synchronous:
+        if executors and not synchronous:
             await begun()
             return Registered(version.key, executors, Progress.STARTED)
         await settled(version)
@@ -287,27 +273,11 @@ class ControlPlane:
         return self._registry.find(model, None).pool.size > 0
 
 
-def _wanted(wish: Registration, default_executors: int) -> Wanted:
-    executors = default_executors if wish.initial_executors is None else wish.initial_executors
-    if executors > MAX_EXECUTORS or executors < 0:
-        raise InvalidRequest(f"initial_workers={executors}: expected 0 to {MAX_EXECUTORS}.")
-    if wish.batch_size is not None and wish.batch_size > MAX_BATCH_SIZE:
-        raise InvalidRequest(f"batch_size={wish.batch_size}: expected at most {MAX_BATCH_SIZE}.")
-    asked = Asked(
-        batch_size=wish.batch_size,
-        max_batch_delay_ms=wish.max_batch_delay_ms,
-        executors=executors,
-        response_timeout_s=wish.response_timeout_s,
-        startup_timeout_s=wish.startup_timeout_s,
-    )
-    return Wanted(
-        wish.url,
-        asked,
-        name=wish.model_name,
-        handler=wish.handler,
-        runtime=wish.runtime,
-        signs=wish.s3_sse_kms,
-    )
+def _check_numbers(asked: Asked) -> None:
+    if asked.executors > MAX_EXECUTORS or asked.executors < 0:
+        raise InvalidRequest(f"initial_workers={asked.executors}: expected 0 to {MAX_EXECUTORS}.")
+    if asked.batch_size is not None and asked.batch_size > MAX_BATCH_SIZE:
+        raise InvalidRequest(f"batch_size={asked.batch_size}: expected at most {MAX_BATCH_SIZE}.")
 
 
 def _progress(version: Version, asked: int) -> Progress:
@@ -417,8 +387,8 @@ def flag(values: Mapping[str, object], name: str, default: bool) -> bool:
     return value is True or str(value).lower() == "true"
 
 
-def registration(values: Mapping[str, object]) -> Registration:
-    """Read a `Registration` from query parameters or a JSON object.
+def registration(values: Mapping[str, object], default_executors: int) -> Wanted:
+    """Read the archive and its settings from query parameters or a JSON object.
 
     Raises:
         InvalidRequest: `url` is missing, or a value has the wrong type.
@@ -428,16 +398,19 @@ def registration(values: Mapping[str, object]) -> Registration:
     url = text(values, "url") or ""
     batch_size = integer(values, "batch_size")
     batch_delay = integer(values, "max_batch_delay")
-    return Registration(
-        url=url,
-        model_name=text(values, "model_name"),
-        handler=text(values, "handler"),
-        runtime=text(values, "runtime"),
+    executors = integer(values, "initial_workers")
+    asked = Asked(
         batch_size=None if batch_size == UNSET_BATCH_SIZE else batch_size,
         max_batch_delay_ms=None if batch_delay == UNSET_BATCH_DELAY else batch_delay,
-        initial_executors=integer(values, "initial_workers"),
+        executors=default_executors if executors is None else executors,
         response_timeout_s=integer(values, "response_timeout"),
         startup_timeout_s=integer(values, "startup_timeout"),
-        s3_sse_kms=flag(values, "s3_sse_kms", default=False),
-        synchronous=flag(values, "synchronous", default=True),
+    )
+    return Wanted(
+        url,
+        asked,
+        name=text(values, "model_name"),
+        handler=text(values, "handler"),
+        runtime=text(values, "runtime"),
+        signs=flag(values, "s3_sse_kms", default=False),
     )

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from torchere.serving.config.model_settings import Asked
 from torchere.serving.errors import InvalidRequest
 from torchere.serving.frontend import description, wording
-from torchere.serving.frontend.control import ControlPlane, Registration
+from torchere.serving.frontend.control import ControlPlane
 from torchere.serving.frontend.grpc.call import Call
 from torchere.serving.frontend.grpc.protos.management_pb2 import (
     DescribeModelRequest,
@@ -19,6 +20,7 @@ from torchere.serving.frontend.grpc.protos.management_pb2 import (
 )
 from torchere.serving.frontend.grpc.service import Implementation
 from torchere.serving.frontend.request_id import new_request_id
+from torchere.serving.registry.desired import Wanted
 from torchere.serving.types import InferRequest, ModelKey
 
 PAGE_SIZE = 100  # both the default and the maximum
@@ -64,20 +66,23 @@ class ManagementService:
         self._controlplane.check_model_api()
         if not request.url:
             raise InvalidRequest("Parameter url is required.")
-        wish = Registration(
-            url=request.url,
-            model_name=request.model_name or None,
-            handler=request.handler or None,
-            runtime=request.runtime or None,
+        asked = Asked(
             batch_size=_said(request.batch_size),
             max_batch_delay_ms=_said(request.max_batch_delay),
-            initial_executors=_said(request.initial_workers),
+            executors=_said(request.initial_workers) or self._controlplane.default_executors,
             response_timeout_s=_said(request.response_timeout),
             startup_timeout_s=_said(request.startup_timeout),
-            s3_sse_kms=request.s3_sse_kms,
-            synchronous=request.synchronous,
         )
-        return ManagementResponse(msg=wording.registered(await self._controlplane.register(wish)))
+        wish = Wanted(
+            request.url,
+            asked,
+            name=request.model_name or None,
+            handler=request.handler or None,
+            runtime=request.runtime or None,
+            signs=request.s3_sse_kms,
+        )
+        done = await self._controlplane.register(wish, synchronous=request.synchronous)
+        return ManagementResponse(msg=wording.registered(done))
 
     async def scale(self, request: ScaleWorkerRequest, call: Call) -> ManagementResponse:
         """Change how many executors a version has. Over gRPC, 0 means unset, for which the default is 1."""

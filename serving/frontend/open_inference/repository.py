@@ -10,8 +10,10 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from torchere.handlers.tensors import shown
+from torchere.serving.config.model_settings import Asked
 from torchere.serving.errors import Conflict, InvalidRequest, ModelNotFound
-from torchere.serving.frontend.control import ControlPlane, Registration, VersionDescription
+from torchere.serving.frontend.control import ControlPlane, VersionDescription
+from torchere.serving.registry.desired import Wanted
 from torchere.serving.registry.version import VersionState
 
 _STATES = {
@@ -90,7 +92,7 @@ class Repository:
         found = self._meant(model, url)
         if found is None:
             archive = f"{model}.mar" if url is None else url
-            wish = Registration(archive, model_name=model, initial_executors=executors)
+            wish = Wanted(archive, Asked(executors=executors), name=model)
             try:
                 await self._controlplane.register(wish)
             except Conflict:

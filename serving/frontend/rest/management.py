@@ -59,7 +59,9 @@ def management_routes(controlplane: ControlPlane, max_request_bytes: int, *, is_
     async def register(request: Request) -> Response:
         controlplane.check_model_api()
         values = await parameters_of(request, max_request_bytes, is_strict)
-        result = await controlplane.register(registration(values))
+        wish = registration(values, controlplane.default_executors)
+        synchronous = flag(values, "synchronous", default=True)
+        result = await controlplane.register(wish, synchronous=synchronous)
         return status_answer(wording.registered(result), STATUS_OF[result.progress])
 
     async def unregister(request: Request) -> Response:

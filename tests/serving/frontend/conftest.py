@@ -36,6 +36,7 @@ from torchere.serving.frontend.rest.listener import Listener
 from torchere.serving.frontend.rest.server import listener_of
 from torchere.serving.frontend.services import Services
 from torchere.serving.frontend.workflows import Page, WorkflowPlane
+from torchere.serving.registry.desired import Wanted
 from torchere.serving.registry.version import VersionState
 from torchere.serving.registry.workflows import Workflows
 from torchere.serving.telemetry.metrics import Metrics
@@ -173,6 +174,7 @@ class FakeControlPlane:
         self.model_api_off = False
         self.progress = Progress.DONE
         self.executors = 1
+        self.default_executors = 0
         self.page = Page((("echo", "echo.mar"),), None)
         self.customized = InferResponse(b'{"custom": 1}', (("X-Extra", "yes"),))
         self.description = VersionDescription(
@@ -203,9 +205,9 @@ class FakeControlPlane:
         if self.model_api_off:
             raise NotAllowed("the model API is off")
 
-    async def register(self, wish: Any) -> Registered:
-        self._called("register", wish)
-        return Registered(ModelKey(wish.model_name or "echo", "1.0"), self.executors, self.progress)
+    async def register(self, wish: Wanted, **how: Any) -> Registered:
+        self._called("register", wish, how)
+        return Registered(ModelKey(wish.name or "echo", "1.0"), self.executors, self.progress)
 
     async def unregister(self, model: str, version: str | None) -> None:
         self._called("unregister", model, version)

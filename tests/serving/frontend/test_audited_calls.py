@@ -273,7 +273,7 @@ def test_a_change_over_rest_that_the_stop_of_the_server_cuts_off_is_answered_and
 ):
     begun = asyncio.Event()
 
-    async def register(wish):
+    async def register(wish, *, synchronous):
         manages("echo", "1.0")
         if takes_effect:
             changed()

@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 
 from torchere.serving.batching.quarantine import Quarantine
+from torchere.serving.config.model_settings import Asked
 from torchere.serving.config.server_settings import ModelSettings, ServerSettings
 from torchere.serving.errors import Conflict, InvalidRequest, LoadFailed, NotFound
 from torchere.serving.frontend.call_scope import CallScope
-from torchere.serving.frontend.control import ControlPlane, Progress, Registration, begun
+from torchere.serving.frontend.control import ControlPlane, Progress, begun
+from torchere.serving.registry.desired import Wanted
 from torchere.serving.registry.reconciler import Reconciler
 from torchere.serving.registry.version import Version, VersionState
 from torchere.serving.types import ModelKey
@@ -78,7 +80,7 @@ def outcome_of(change: Any, **became: Any) -> tuple[Any, LoadingRegistry]:
 
 
 def register(plane: ControlPlane) -> Any:
-    return plane.register(Registration("slow.mar"))
+    return plane.register(Wanted("slow.mar", Asked(executors=1)))
 
 
 def scale(plane: ControlPlane) -> Any:
@@ -128,7 +130,7 @@ def test_a_call_that_asks_for_executors_that_are_there_is_not_told_of_the_failur
 
 def test_who_asked_for_no_executors_does_not_wait_for_those_of_another_call() -> None:
     def register_none(plane: ControlPlane) -> Any:
-        return plane.register(Registration("slow.mar", initial_executors=0))
+        return plane.register(Wanted("slow.mar", Asked()))
 
     async def main() -> Any:
         registry = LoadingRegistry()
@@ -228,7 +230,7 @@ def test_who_waits_for_executors_that_gave_up_and_do_not_load_again_is_told_why(
 
 
 def register_and_leave(plane: ControlPlane) -> Any:
-    return plane.register(Registration("slow.mar", synchronous=False))
+    return plane.register(Wanted("slow.mar", Asked()), synchronous=False)
 
 
 def scale_and_leave(plane: ControlPlane) -> Any:
@@ -260,14 +262,14 @@ def test_a_failure_that_is_told_again_and_again_keeps_nobody_who_asked() -> None
 @pytest.mark.parametrize(
     ("wish", "text"),
     [
-        ({"batch_size": 65_537}, "batch_size=65537: expected at most 65536."),
-        ({"initial_executors": 1025}, "initial_workers=1025: expected 0 to 1024."),
+        (Asked(batch_size=65_537), "batch_size=65537: expected at most 65536."),
+        (Asked(executors=1025), "initial_workers=1025: expected 0 to 1024."),
     ],
 )
 def test_a_wish_beyond_all_bounds_is_refused_before_anything_is_read(wish: Any, text: str) -> None:
     async def main() -> None:
         settings = ServerSettings(model_api_enabled=True)
-        await ControlPlane(LoadingRegistry(), None, settings).register(Registration("m.mar", **wish))  # type: ignore[arg-type]
+        await ControlPlane(LoadingRegistry(), None, settings).register(Wanted("m.mar", wish))  # type: ignore[arg-type]
 
     with pytest.raises(InvalidRequest) as caught:
         asyncio.run(main())
@@ -276,7 +278,7 @@ def test_a_wish_beyond_all_bounds_is_refused_before_anything_is_read(wish: Any, 
 
 CHANGES = {
     "register": register,
-    "register without workers": lambda plane: plane.register(Registration("slow.mar", initial_executors=0)),
+    "register without workers": lambda plane: plane.register(Wanted("slow.mar", Asked())),
     "scale": scale,
     "unregister": lambda plane: plane.unregister("slow", None),
     "set the default": lambda plane: plane.set_default("slow", "1.0"),

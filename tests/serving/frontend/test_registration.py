@@ -1,31 +1,33 @@
 import pytest
 
+from torchere.serving.config.model_settings import Asked
 from torchere.serving.errors import InvalidRequest
-from torchere.serving.frontend.control import Registration, flag, integer, registration, text
+from torchere.serving.frontend.control import flag, integer, registration, text
+from torchere.serving.registry.desired import Wanted
 
 
 def test_only_the_url_is_required():
-    assert registration({"url": "a.mar"}) == Registration("a.mar", synchronous=True)
+    assert registration({"url": "a.mar"}, 2) == Wanted("a.mar", Asked(executors=2))
 
 
 def test_a_missing_url_is_refused_with_the_known_text():
     with pytest.raises(InvalidRequest, match=r"^Parameter url is required\.$"):
-        registration({})
+        registration({}, 0)
 
 
 def test_a_url_that_is_no_text_is_not_called_missing():
     with pytest.raises(InvalidRequest, match="Parameter url must be a text, found: '5'"):
-        registration({"url": 5})
+        registration({"url": 5}, 0)
 
 
 def test_an_empty_url_is_left_to_the_control_plane_which_has_its_own_text():
-    assert registration({"url": ""}).url == ""
+    assert registration({"url": ""}, 0).url == ""
 
 
 def test_numbers_come_as_text_from_a_query_and_as_numbers_from_json():
     values = {"url": "a.mar", "batch_size": "3", "initial_workers": 2, "response_timeout": "7"}
-    wish = registration(values)
-    assert (wish.batch_size, wish.initial_executors, wish.response_timeout_s) == (3, 2, 7)
+    asked = registration(values, 0).asked
+    assert (asked.batch_size, asked.executors, asked.response_timeout_s) == (3, 2, 7)
 
 
 def test_json_may_write_a_whole_number_with_a_point():
@@ -33,8 +35,8 @@ def test_json_may_write_a_whole_number_with_a_point():
 
 
 def test_the_defaults_of_torchserve_sent_explicitly_count_as_unset():
-    wish = registration({"url": "a.mar", "batch_size": "-1", "max_batch_delay": "-100"})
-    assert (wish.batch_size, wish.max_batch_delay_ms) == (None, None)
+    asked = registration({"url": "a.mar", "batch_size": "-1", "max_batch_delay": "-100"}, 0).asked
+    assert (asked.batch_size, asked.max_batch_delay_ms) == (None, None)
 
 
 @pytest.mark.parametrize("value", ["abc", "1.5", 1.5, float("inf"), True, [], "9" * 5000])

@@ -2,6 +2,7 @@ import json
 
 import pytest
 
+from torchere.serving.config.model_settings import Asked
 from torchere.serving.errors import (
     Conflict,
     DefaultVersionInUse,
@@ -14,13 +15,14 @@ from torchere.serving.errors import (
     UnregisterTimeout,
     VersionNotFound,
 )
-from torchere.serving.frontend.control import Progress, Registration
+from torchere.serving.frontend.control import Progress
 from torchere.serving.frontend.grpc.protos import management_pb2 as m
+from torchere.serving.registry.desired import Wanted
 
 
 def test_registering_takes_zero_and_empty_for_unset_and_does_not_wait_by_default(ask_grpc, planes):
     answer = ask_grpc("management", "RegisterModel", m.RegisterModelRequest(url="echo.mar"))
-    assert planes.control.calls == [("register", Registration("echo.mar", synchronous=False))]
+    assert planes.control.calls == [("register", Wanted("echo.mar", Asked()), {"synchronous": False})]
     assert answer.msg == 'Model "echo" Version: 1.0 registered with 1 initial workers'
 
 
@@ -34,15 +36,8 @@ def test_registering_passes_on_what_is_said(ask_grpc, planes):
         max_batch_delay=-5,
     )
     ask_grpc("management", "RegisterModel", wish)
-    expected = Registration(
-        "echo.mar",
-        model_name="two",
-        batch_size=3,
-        initial_executors=2,
-        synchronous=True,
-        max_batch_delay_ms=None,
-    )
-    assert planes.control.calls == [("register", expected)]
+    expected = Wanted("echo.mar", Asked(batch_size=3, executors=2, max_batch_delay_ms=None), name="two")
+    assert planes.control.calls == [("register", expected, {"synchronous": True})]
 
 
 @pytest.mark.parametrize("method", ["RegisterModel", "UnregisterModel"])

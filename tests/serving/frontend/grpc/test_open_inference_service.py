@@ -590,7 +590,7 @@ def test_models_are_loaded_and_unloaded(oip, planes):
     oip.ask("RepositoryModelLoad", pb.RepositoryModelLoadRequest(model_name="new", parameters=parameters))
     oip.ask("RepositoryModelUnload", pb.RepositoryModelUnloadRequest(model_name="echo"))
     (wish,) = [call[1] for call in planes.control.calls if call[0] == "register"]
-    assert (wish.url, wish.model_name) == ("other.mar", "new")
+    assert (wish.url, wish.name) == ("other.mar", "new")
     assert ("unregister", "echo", "1.0") in planes.control.calls
 
 
@@ -601,7 +601,7 @@ def test_models_are_loaded_and_unloaded_for_kserves_stubs(oip, planes):
     assert loaded.SerializeToString() == b"\x0a\x03new\x10\1"
     assert unloaded.SerializeToString() == b"\x0a\x04echo\x10\1"
     (wish,) = [call[1] for call in planes.control.calls if call[0] == "register"]
-    assert (wish.url, wish.model_name) == ("new.mar", "new")
+    assert (wish.url, wish.name) == ("new.mar", "new")
     assert ("unregister", "echo", "1.0") in planes.control.calls
 
 

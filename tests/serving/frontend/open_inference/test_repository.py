@@ -59,8 +59,8 @@ def test_a_load_waits_for_the_default_version_though_another_one_is_ready(two_ve
 
 def test_a_load_of_an_archive_that_no_version_came_from_registers_it(two_versions: Any) -> None:
     asyncio.run(Repository(two_versions).load("echo", {"url": "echo3.mar"}))
-    ((called, wish),) = two_versions.calls
-    assert (called, wish.url, wish.model_name) == ("register", "echo3.mar", "echo")
+    ((called, wish, _),) = two_versions.calls
+    assert (called, wish.url, wish.name) == ("register", "echo3.mar", "echo")
 
 
 @pytest.mark.parametrize("restored", [False, True])

@@ -3,6 +3,7 @@ import json
 
 import pytest
 
+from torchere.serving.config.model_settings import Asked
 from torchere.serving.config.server_settings import Address
 from torchere.serving.errors import (
     Conflict,
@@ -17,10 +18,11 @@ from torchere.serving.errors import (
     UnregisterTimeout,
     VersionNotFound,
 )
-from torchere.serving.frontend.control import Progress, Registered, Registration
+from torchere.serving.frontend.control import Progress, Registered
 from torchere.serving.frontend.description import MAX_METADATA_BYTES
 from torchere.serving.frontend.rest.server import listener_of
 from torchere.serving.frontend.workflows import Page
+from torchere.serving.registry.desired import Wanted
 from torchere.serving.types import InferResponse, ModelKey
 
 
@@ -48,15 +50,16 @@ def test_page_numbers_that_make_no_sense_count_as_unset(ask, planes, query, limi
 
 def test_registering_takes_its_wish_from_the_query(ask, planes):
     answer = ask("management", "POST", "/models?url=echo.mar&model_name=two&batch_size=3&synchronous=false")
-    wish = Registration("echo.mar", model_name="two", batch_size=3, synchronous=False)
-    assert planes.control.calls == [("register", wish)]
+    wish = Wanted("echo.mar", Asked(batch_size=3), name="two")
+    assert planes.control.calls == [("register", wish, {"synchronous": False})]
     assert answer.json == {"status": 'Model "two" Version: 1.0 registered with 1 initial workers'}
 
 
 def test_registering_takes_its_wish_from_json_and_then_from_nothing_else(ask, planes):
     body = json.dumps({"url": "echo.mar", "batch_size": 3}).encode()
     ask("management", "POST", "/models?model_name=two", body, content_type="application/json; charset=utf-8")
-    assert planes.control.calls == [("register", Registration("echo.mar", batch_size=3))]
+    wish = Wanted("echo.mar", Asked(batch_size=3))
+    assert planes.control.calls == [("register", wish, {"synchronous": True})]
 
 
 @pytest.mark.parametrize("body", [b"", b"[]", b"nope", b"\xff", b'{"a": "\xff"}', b'{"url": 1}', b"[" * 900])
@@ -369,7 +372,7 @@ def test_a_registration_goes_on_when_its_client_leaves(planes):
     async def main():
         asked, go_on, done = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
-        async def register(wish):
+        async def register(wish, *, synchronous):
             asked.set()
             await go_on.wait()
             done.set()
@@ -430,11 +433,11 @@ def test_registering_reads_a_body_that_is_nearly_json_as_torchserve_does(ask, pl
         b"{url: echo.mar}",
     ):
         assert ask("management", "POST", "/models", body, content_type="application/json").status == 200
-    wish = Registration("echo.mar", batch_size=3)
+    wish, how = Wanted("echo.mar", Asked(batch_size=3)), {"synchronous": True}
     assert planes.control.calls == [
-        ("register", wish),
-        ("register", wish),
-        ("register", Registration("echo.mar")),
+        ("register", wish, how),
+        ("register", wish, how),
+        ("register", Wanted("echo.mar", Asked()), how),
     ]
 
 
@@ -457,14 +460,15 @@ def test_strictly_a_number_of_the_query_that_is_none_counts_as_not_said(ask_stri
     ask_strictly("POST", f"/models?url=echo.mar{query}")
     ask_strictly("PUT", f"/models/echo?min_worker={number}&max_worker={number}")
     assert planes.control.calls == [
-        ("register", Registration("echo.mar")),
+        ("register", Wanted("echo.mar", Asked()), {"synchronous": True}),
         ("scale", "echo", None, {"min_executors": 1, "max_executors": 1, "synchronous": False}),
     ]
 
 
 def test_strictly_numbers_that_torchserve_reads_are_read(ask_strictly, planes):
     ask_strictly("POST", "/models?url=echo.mar&batch_size=%2B2&initial_workers=-1")
-    assert planes.control.calls == [("register", Registration("echo.mar", batch_size=2, initial_executors=0))]
+    wish = Wanted("echo.mar", Asked(batch_size=2, executors=0))
+    assert planes.control.calls == [("register", wish, {"synchronous": True})]
 
 
 def test_strictly_fewer_workers_than_none_are_an_error_of_the_server(ask_strictly, planes):

@@ -8,10 +8,11 @@ from functools import partial
 import pytest
 
 from torchere.archiver.signature import Signature, TensorSpec
+from torchere.serving.config.model_settings import Asked
 from torchere.serving.errors import ModelNotFound, NotAllowed
-from torchere.serving.frontend.control import Registration
 from torchere.serving.frontend.dataplane import Readiness
 from torchere.serving.frontend.rest.server import listener_of
+from torchere.serving.registry.desired import Wanted
 from torchere.serving.registry.version import VersionState
 from torchere.serving.types import ModelKey
 
@@ -163,8 +164,8 @@ def test_load_registers_an_archive_of_the_store(ask_v2, planes):
     assert ask_v2("/v2/repository/models/b/load", body, method="POST").status == 200
     wishes = [call[1] for call in planes.control.calls if call[0] == "register"]
     assert wishes == [
-        Registration("a.mar", model_name="a", initial_executors=1),
-        Registration("b.mar", model_name="b", initial_executors=3),
+        Wanted("a.mar", Asked(executors=1), name="a"),
+        Wanted("b.mar", Asked(executors=3), name="b"),
     ]
 
 
