@@ -48,7 +48,6 @@ def tensors(data: bytes) -> None:
     begins_like_request(body)
     try:
         request = parse_request(body, None if said == WHOLE else said)
-        request.check()
         infer_request(request)
     except InvalidRequest:
         return
@@ -128,7 +127,7 @@ def generate(data: bytes) -> None:
     """A request of the generate extension, or InvalidRequest."""
     try:
         request = generate_request(data, None)
-        request.check()
+        infer_request(request)
     except InvalidRequest:
         return
     assert all(len(tensor.raw) <= 8 * len(data) for tensor in request.inputs)

@@ -32,6 +32,7 @@ from torchere.serving.frontend.http2.listener import Listener as Http2Listener
 from torchere.serving.frontend.http2.messages import Compressed, MessageFailed, MessageReader
 from torchere.serving.frontend.http2.stream import CallListener
 from torchere.serving.frontend.model_facts import ModelFacts
+from torchere.serving.frontend.open_inference.tensor_request import infer_request
 from torchere.serving.frontend.rest.bodies import Chunks
 from torchere.serving.frontend.rest.browser_guard import BrowserGuard
 from torchere.serving.frontend.rest.connection import Connection
@@ -502,7 +503,7 @@ def grpc_messages(data: bytes) -> None:
             continue
         _same_request(message)
         with suppress(DecodeError, MessageFailed, InvalidRequest):
-            tensor_request(decode_request(message)).check()
+            infer_request(tensor_request(decode_request(message)))
         with suppress(DecodeError, MessageFailed):
             counted(PredictionsRequest.FromString)(message)  # type: ignore[arg-type]  # it reads memoryviews
 

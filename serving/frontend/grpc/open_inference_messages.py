@@ -44,7 +44,7 @@ from torchere.serving.frontend.open_inference.tensor_request import (
     InputTensor,
     ParameterValue,
     TensorRequest,
-    check_count,
+    check_names,
     input_tensor,
     refuse_shared_memory,
 )
@@ -77,8 +77,8 @@ def tensor_request(request: TensorMessage) -> TensorRequest:
         InvalidRequest: a field is invalid; the text names it.
     """
     message, raw = request.fields, request.raw
-    check_count("inputs", len(message.inputs))
-    check_count("outputs", len(message.outputs))
+    check_names("inputs", [tensor.name for tensor in message.inputs])
+    check_names("outputs", [output.name for output in message.outputs])
     for index, tensor in enumerate(message.inputs):  # before the count: such inputs bring no raw tensors
         refuse_shared_memory(tensor.parameters, f"inputs[{index}]")
     if raw and len(raw) != len(message.inputs):

@@ -27,6 +27,7 @@ from torchere.serving.frontend.open_inference.tensor_request import (
     ParameterValue,
     TensorRequest,
     check_names,
+    flag,
     input_tensor,
     refuse_shared_memory,
 )
@@ -101,7 +102,7 @@ def parse_request(body: bytes | memoryview, json_bytes: int | None) -> TensorReq
             "the binary_data_size of the inputs adds up to less"
         )
     parameters = head.parameters or {}
-    binary = _flag(parameters, "binary_data_output", "parameters")
+    binary = flag(parameters, "binary_data_output")
     return TensorRequest(
         inputs=tuple(inputs),
         id=head.id or "",
@@ -278,15 +279,8 @@ def _output(item: _Output[Any], where: str, binary: bool) -> WantedOutput:
         raise InvalidRequest(
             f"{field}.classification: found {shown(classes)}, expected a whole number of 0 or more"
         )
-    is_binary = _flag(parameters, "binary_data", field, binary)
+    is_binary = flag(parameters, "binary_data", field, binary)
     return WantedOutput(item.name, is_binary, min(classes, 2**31))
-
-
-def _flag(parameters: dict[str, Any], name: str, where: str, default: bool = False) -> bool:
-    value = parameters.get(name, default)
-    if not isinstance(value, bool):
-        raise InvalidRequest(f"{where}.{name}: found {shown(value)}, expected true or false")
-    return value
 
 
 def parameter_values(parameters: dict[str, Any]) -> dict[str, ParameterValue]:

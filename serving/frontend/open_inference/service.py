@@ -77,7 +77,6 @@ class TensorService:
         Raises:
             ServingError: the request is invalid, or does not fit the version.
         """
-        request.check()
         if self.enveloped(facts):
             return infer_request(request, bytes_as)
         if facts.signature is not None:

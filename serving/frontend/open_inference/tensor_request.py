@@ -39,7 +39,7 @@ class InputTensor(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TensorRequest:
-    """A client's request. Call `check` before using it.
+    """A client's request; its names have passed `check_names`.
 
     `binary` is the default form of outputs that `outputs` does not name. `framed` asks for a response body
     that delimits its own parts, for a caller that sees no headers (`tensor_answer.read_framed`).
@@ -51,21 +51,6 @@ class TensorRequest:
     outputs: tuple[WantedOutput, ...] = ()
     binary: bool = False
     framed: bool = False
-
-    def check(self) -> None:
-        """Refuse a request that is invalid for every model.
-
-        Raises:
-            InvalidRequest: a field is out of bounds, or a name occurs twice; the text names the field.
-        """
-        check_length("id", self.id)
-        check_names("inputs", [tensor.name for tensor in self.inputs])
-        check_names("outputs", [output.name for output in self.outputs])
-        if len(self.parameters) > MAX_PARAMETERS:
-            raise InvalidRequest(
-                f"parameters: found {len(self.parameters)}, expected at most {MAX_PARAMETERS}"
-            )
-        sequence_headers(self.parameters)
 
 
 def input_tensor(
@@ -85,18 +70,24 @@ def input_tensor(
 
 
 def infer_request(request: TensorRequest, json_bytes_as: BytesAs | None = None) -> InferRequest:
-    """Translate a checked request to an `InferRequest`, without the id and the headers of a call.
+    """Translate a request to an `InferRequest`, without the id and the headers of a call.
 
     The protocol's parameter `timeout`, in microseconds from now, makes its deadline. The id that the client
     chose is only returned in the response; a handler that reads JSON gets it, too.
 
     Args:
-        request: the checked request.
+        request: the request.
         json_bytes_as: how elements of BYTES stand in the JSON that the handler reads; None: it reads tensors.
 
     Raises:
-        InvalidRequest: a parameter that the server interprets has a wrong type.
+        InvalidRequest: the id is too long, or there are too many parameters, or one that the server
+            interprets is invalid; the text names the field.
     """
+    check_length("id", request.id)
+    if len(request.parameters) > MAX_PARAMETERS:
+        raise InvalidRequest(
+            f"parameters: found {len(request.parameters)}, expected at most {MAX_PARAMETERS}"
+        )
     sequence = sequence_headers(request.parameters)
     wish = Wish(
         # A caller that reads frames knows the id itself.
@@ -105,9 +96,7 @@ def infer_request(request: TensorRequest, json_bytes_as: BytesAs | None = None) 
         outputs=request.outputs,
         binary=request.binary,
         framed=request.framed,
-        ends_sequence=dict(sequence).get(SEQUENCE_ID, "")
-        if _flag(request.parameters, "sequence_end")
-        else "",
+        ends_sequence=dict(sequence).get(SEQUENCE_END, ""),
         json_bytes_as=json_bytes_as,
     )
     values = tuple(
@@ -134,7 +123,7 @@ def sequence_headers(parameters: Mapping[str, ParameterValue]) -> Pairs:
             "expected a text, or a whole number of 0 or more"
         )
     check_length("parameters.sequence_id", str(sequence_id) if isinstance(sequence_id, str) else "")
-    starts, ends = _flag(parameters, "sequence_start"), _flag(parameters, "sequence_end")
+    starts, ends = flag(parameters, "sequence_start"), flag(parameters, "sequence_end")
     if not sequence_id:
         if starts or ends:
             raise InvalidRequest(
@@ -165,7 +154,8 @@ def check_names(where: str, names: Sequence[str]) -> None:
     Raises:
         InvalidRequest: a name is invalid; the text names the field, as `inputs[3].name`.
     """
-    check_count(where, len(names))
+    if len(names) > MAX_TENSORS:
+        raise InvalidRequest(f"{where}: found {len(names)}, expected at most {MAX_TENSORS}")
     seen: dict[str, int] = {}
     for index, name in enumerate(names):
         if not name:
@@ -177,16 +167,6 @@ def check_names(where: str, names: Sequence[str]) -> None:
                 "does not have"
             )
         seen[name] = index
-
-
-def check_count(where: str, count: int) -> None:
-    """Refuse too many tensors.
-
-    Raises:
-        InvalidRequest: there are more than `MAX_TENSORS`.
-    """
-    if count > MAX_TENSORS:
-        raise InvalidRequest(f"{where}: found {count}, expected at most {MAX_TENSORS}")
 
 
 def check_length(where: str, text: str) -> None:
@@ -201,10 +181,13 @@ def check_length(where: str, text: str) -> None:
         )
 
 
-def _flag(parameters: Mapping[str, ParameterValue], name: str) -> bool:
-    value = parameters.get(name, False)
+def flag(
+    parameters: Mapping[str, object], name: str, where: str = "parameters", default: bool = False
+) -> bool:
+    """Return the boolean called `name`; raise `InvalidRequest` for a value that is none."""
+    value = parameters.get(name, default)
     if not isinstance(value, bool):
-        raise InvalidRequest(f"parameters.{name}: found {shown(value)}, expected true or false")
+        raise InvalidRequest(f"{where}.{name}: found {shown(value)}, expected true or false")
     return value
 
 

@@ -25,7 +25,7 @@ from torchere.serving.frontend.open_inference.json_request import (
     parse_request,
     tensor_alone,
 )
-from torchere.serving.frontend.open_inference.tensor_request import TensorRequest
+from torchere.serving.frontend.open_inference.tensor_request import TensorRequest, infer_request
 
 X = {"name": "x", "shape": [2], "datatype": "FP32", "data": [1, 2]}
 RAW = np.array([1, 2], np.float32).tobytes()
@@ -38,7 +38,7 @@ def body(*inputs: Any, **members: Any) -> bytes:
 
 def checked(text: bytes, json_bytes: int | None = None) -> TensorRequest:
     request = parse_request(text, json_bytes)
-    request.check()
+    infer_request(request)
     return request
 
 
@@ -402,7 +402,7 @@ def of_one(*shape: int, datatype: str = "FP32", batched: bool = True) -> Signatu
 )
 def test_a_body_may_be_the_only_tensor(signature: Signature, text: bytes, shape: tuple[int, ...]) -> None:
     request = tensor_alone(text, signature)
-    request.check()
+    infer_request(request)
     (tensor,) = request.inputs
     is_text = tensor.datatype.name == "BYTES"
     assert (tensor.name, tensor.shape, request.binary) == ("x", shape, True)
