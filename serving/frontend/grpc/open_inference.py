@@ -315,11 +315,7 @@ async def in_order(
         await asyncio.gather(*ended, return_exceptions=True)
 
 
-class _End:
-    """Marker behind the last item of a pipe, with the error that ended the pipe, if any."""
-
-    def __init__(self, error: Exception | None = None) -> None:
-        self.error = error
+_END = object()  # behind the last item of a pipe
 
 
 class _Pipe(Generic[Item]):
@@ -327,20 +323,20 @@ class _Pipe(Generic[Item]):
 
     def __init__(self, ahead: int) -> None:
         self._queue: asyncio.Queue[Any] = asyncio.Queue(ahead)
+        self._error: Exception | None = None  # that ended the source
 
     async def fill(self, source: AsyncIterator[Item]) -> None:
         """Put all items of `source` into the queue."""
-        end = _End()
         try:
             async for item in source:
                 await self._queue.put(item)
         except Exception as error:  # the top of the task: `items` raises it
-            end = _End(error)
-        await self._queue.put(end)
+            self._error = error
+        await self._queue.put(_END)
 
     async def items(self) -> AsyncIterator[Item]:
         """Yield the queued items until the end; then raise the error of `source`, if any."""
-        while not isinstance(item := await self._queue.get(), _End):
+        while (item := await self._queue.get()) is not _END:
             yield item
-        if item.error is not None:
-            raise item.error
+        if self._error is not None:
+            raise self._error
