@@ -6,7 +6,7 @@ import asyncio
 import socket
 import ssl
 from collections.abc import AsyncIterator, Iterable, Sequence
-from functools import cached_property
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -230,22 +230,18 @@ def open_inference_services(
 _FILES = (inference_pb2.DESCRIPTOR, management_pb2.DESCRIPTOR, HEALTH.file)
 
 
-class _Reflection:
-    def __init__(self, names: Iterable[str]) -> None:
-        self._names = (*names, *REFLECTION_NAMES)
-
-    @cached_property
-    def _servicer(self) -> Any:
-        from grpc_reflection.v1alpha import reflection  # noqa: PLC0415 - brings all of grpcio; few ask
-
-        return reflection.aio.ReflectionServicer(self._names, reflection_pool(_FILES))
-
-    async def info(self, requests: AsyncIterator[Any], call: Call) -> AsyncIterator[Any]:
-        async for answer in self._servicer.ServerReflectionInfo(requests, None):
-            yield answer
-
-
 def reflection_services(names: Iterable[str]) -> list[Service]:
     """Return reflection under both of its names, for the services with these names and for itself."""
-    methods = {"ServerReflectionInfo": _Reflection(names).info}
+
+    @cache
+    def servicer() -> Any:
+        from grpc_reflection.v1alpha import reflection  # noqa: PLC0415 - brings all of grpcio; few ask
+
+        return reflection.aio.ReflectionServicer((*names, *REFLECTION_NAMES), reflection_pool(_FILES))
+
+    async def info(requests: AsyncIterator[Any], call: Call) -> AsyncIterator[Any]:
+        async for answer in servicer().ServerReflectionInfo(requests, None):
+            yield answer
+
+    methods = {"ServerReflectionInfo": info}
     return [service(REFLECTION, methods, MANAGEMENT, name) for name in REFLECTION_NAMES]
