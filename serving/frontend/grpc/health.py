@@ -121,18 +121,16 @@ class HealthService:
 class _Watch(UnaryCall):
     """A call of `Watch`: it ends when the client cancels, at its deadline, or with the connection."""
 
-    __slots__ = (*SLOTS, *OWN_MARKS, "_begun", "_draining", "_expiry", "_service")
+    __slots__ = (*SLOTS, *OWN_MARKS, "_draining", "_expiry", "_service")
 
     def __init__(self, service: HealthService, method: Method, stream: Stream) -> None:
         UnaryCall.__init__(self, method, stream)
         self._service = service
-        self._begun = False
         self._draining = False
         self._expiry: asyncio.TimerHandle | None = None
 
     def begin(self, request: HealthCheckRequest) -> None:
         """Send the state of a service to the client, and register for its changes."""
-        self._begun = True
         if self.deadline_s != NO_DEADLINE:
             delay_s = self.deadline_s - self.started_s + LATE_S
             self._expiry = asyncio.get_running_loop().call_later(delay_s, self._expire)
@@ -151,7 +149,7 @@ class _Watch(UnaryCall):
     def on_drain(self, *, is_stop: bool) -> None:
         """Send the last state and end the call, because a watch would keep the connection open."""
         self._draining = True
-        if self._begun:
+        if self.read_s:  # it has begun
             self._service.look()
             self.end()
 
