@@ -38,6 +38,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# Delay after its deadline until a call is ended here. The data plane ends and counts predictions at their
+# deadline; this timer is for calls that wait for other things.
+LATE_S = 0.1
+
 
 class Method(NamedTuple):
     """What all calls of one method share: codec, error table, running tasks and metrics."""
@@ -159,6 +163,18 @@ class Call(CallListener):
     def on_cancel(self) -> None:
         """End the call as cancelled; subclasses also stop its running work."""
         self._ended(StatusCode.CANCELLED)
+
+    def expire_later(self) -> asyncio.TimerHandle | None:
+        """End the call `LATE_S` after its deadline, if it has one, unless the timer is cancelled."""
+        if self.deadline_s == NO_DEADLINE:
+            return None
+        delay_s = self.deadline_s - self.started_s + LATE_S
+        return asyncio.get_running_loop().call_later(delay_s, self._expire)
+
+    def _expire(self) -> None:
+        if not self.stream.ended:  # uvloop runs timers before the callbacks of a task
+            self._end_with(StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded")
+            self.on_cancel()
 
     def _end_with(self, code: StatusCode, message: str, details: bytes = b"") -> None:
         self.stream.end(code, message, details)

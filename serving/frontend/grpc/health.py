@@ -14,10 +14,8 @@ from torchere.serving.frontend.budgets import WATCHES, Budgets
 from torchere.serving.frontend.dataplane import DataPlane
 from torchere.serving.frontend.grpc.call import OWN_MARKS, SLOTS, Call, Method, UnaryCall
 from torchere.serving.frontend.grpc.service import Callback, Implementation
-from torchere.serving.frontend.grpc.streams import LATE_S
 from torchere.serving.frontend.http2.messages import StatusCode
 from torchere.serving.frontend.http2.stream import Stream
-from torchere.serving.types import NO_DEADLINE
 
 HEALTH = DESCRIPTOR.services_by_name["Health"]
 # Interval of readiness checks, because no event calls `look` when an executor is lost or comes back.
@@ -131,9 +129,7 @@ class _Watch(UnaryCall):
 
     def begin(self, request: HealthCheckRequest) -> None:
         """Send the state of a service to the client, and register for its changes."""
-        if self.deadline_s != NO_DEADLINE:
-            delay_s = self.deadline_s - self.started_s + LATE_S
-            self._expiry = asyncio.get_running_loop().call_later(delay_s, self._expire)
+        self._expiry = self.expire_later()
         self._service.watch(self, request.service)
         if self._draining and not self.stream.ended:
             self.end()
@@ -152,9 +148,6 @@ class _Watch(UnaryCall):
         if self.read_s:  # it has begun
             self._service.look()
             self.end()
-
-    def _expire(self) -> None:
-        self._end_with(StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded")
 
     def _ended(self, code: StatusCode) -> None:
         self._service.forget(self)

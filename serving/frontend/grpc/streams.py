@@ -17,7 +17,6 @@ from torchere.serving.frontend.call_scope import CANCELLED, CallScope
 from torchere.serving.frontend.grpc.call import OWN_MARKS, SLOTS, Call, Method, UnaryCall
 from torchere.serving.frontend.http2.messages import Compressed, MessageFailed, Received, StatusCode
 from torchere.serving.frontend.http2.stream import Stream
-from torchere.serving.types import NO_DEADLINE
 
 Waiting = Callable[[Any, Call], Awaitable[Any]]  # coroutine functions: one message each way
 Streaming = Callable[[Any, Call], AsyncIterator[Any]]  # async generators, closed when a call ends early
@@ -27,9 +26,6 @@ Answerer = Callable[["TaskCall", Any], Awaitable[None]]
 MESSAGES_AHEAD = 16
 BYTES_AHEAD = 2**20
 MESSAGE_S = 0.0001  # event loop's time for a short message: its decoding, its tasks and its answer
-# Delay after its deadline until a call is ended here. The data plane ends and counts predictions at their
-# deadline; this timer is for calls that wait for other things.
-LATE_S = 0.1
 SHUTTING_DOWN = "The server is shutting down: call again"
 FIRST_MESSAGE_S = 1.0  # wait for the first message of a stream that the client began before the stop
 
@@ -48,12 +44,10 @@ class TaskCall(Call):
 
     def run(self, request: Any, *, many: bool) -> None:
         """Start the task; `many`: the client may send several prediction requests."""
-        loop = asyncio.get_running_loop()
-        self.task = loop.create_task(self._run(request, many=many))
+        self.task = asyncio.get_running_loop().create_task(self._run(request, many=many))
         self.method.tasks.add(self.task)
         self.task.add_done_callback(self._done)
-        if self.deadline_s != NO_DEADLINE:
-            self._expiry = loop.call_later(self.deadline_s - self.started_s + LATE_S, self._expire)
+        self._expiry = self.expire_later()
 
     def on_failure(self, error: MessageFailed) -> None:
         """End the call, because a message can't be accepted."""
@@ -98,11 +92,6 @@ class TaskCall(Call):
     def prediction(self) -> Request | None:
         """The prediction of the call; None for other calls, and for streams that may hold several."""
         return None if self._scope is None else self._scope.request
-
-    def _expire(self) -> None:
-        if not self.stream.ended:  # uvloop runs timers before `_done`
-            self._end_with(StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded")
-            self.on_cancel()
 
 
 class UnaryTaskCall(UnaryCall, TaskCall):

@@ -18,6 +18,7 @@ from hyperframe.frame import DataFrame, HeadersFrame, PingFrame, SettingsFrame
 from torchere.serving.config.server_settings import Address, ServerSettings
 from torchere.serving.frontend.budgets import WATCHES, Budgets
 from torchere.serving.frontend.dataplane import Readiness
+from torchere.serving.frontend.grpc import call as calls
 from torchere.serving.frontend.grpc import health
 from torchere.serving.frontend.grpc.errors import MANAGEMENT
 from torchere.serving.frontend.grpc.protos import inference_pb2, management_pb2
@@ -317,7 +318,7 @@ def test_a_connection_has_a_limit_of_watches_and_so_have_all_of_them(planes, mon
 
 
 def test_a_watch_ends_at_its_deadline(serving, planes, monkeypatch):
-    monkeypatch.setattr(health, "LATE_S", -19.9)  # long before the client gives up
+    monkeypatch.setattr(calls, "LATE_S", -19.9)  # long before the client gives up
 
     async def main():
         async with serving("inference") as served:

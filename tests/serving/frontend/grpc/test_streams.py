@@ -23,6 +23,7 @@ from torchere.serving.batching.request import Request
 from torchere.serving.errors import InvalidRequest
 from torchere.serving.frontend.budgets import Budgets
 from torchere.serving.frontend.call_scope import current_call
+from torchere.serving.frontend.grpc import call as calls
 from torchere.serving.frontend.grpc import streams
 from torchere.serving.frontend.grpc.call import Method
 from torchere.serving.frontend.grpc.errors import MANAGEMENT
@@ -55,7 +56,7 @@ class Service:
             await asyncio.Event().wait()
 
     async def block(self, request, call):
-        time.sleep(call.deadline_s - time.monotonic() + streams.LATE_S)  # as a loop that stood still
+        time.sleep(call.deadline_s - time.monotonic() + calls.LATE_S)  # as a loop that stood still
         return request
 
     async def fail(self, request, call):
@@ -303,7 +304,7 @@ def test_a_client_that_cancels_ends_the_task_and_its_call_has_one_line(begin, ca
 @pytest.mark.parametrize("end", ["CANCELLED", "DEADLINE_EXCEEDED"])
 def test_a_stream_that_ends_early_counts_as_what_ended_it(monkeypatch, end):
     if end == "DEADLINE_EXCEEDED":
-        monkeypatch.setattr(streams, "LATE_S", -19.8)  # long before the client gives up
+        monkeypatch.setattr(calls, "LATE_S", -19.8)  # long before the client gives up
 
     async def main():
         async with serving() as served:
@@ -335,7 +336,7 @@ def test_a_client_that_loses_its_connection_ends_the_tasks():
 
 
 def test_a_call_that_hangs_is_ended_after_its_deadline_even_when_its_client_waits(monkeypatch):
-    monkeypatch.setattr(streams, "LATE_S", 0.0)
+    monkeypatch.setattr(calls, "LATE_S", 0.0)
 
     async def main():
         async with serving() as served:
