@@ -18,10 +18,9 @@ from torchere.handlers.tensors.codec import (
     bytes_from_tensor,
     kind_of,
 )
-from torchere.handlers.tensors.list_text import ListText, has_many_items
+from torchere.handlers.tensors.list_text import ListText
 from torchere.serving.errors import InvalidRequest
 from torchere.serving.frontend.open_inference.json_request import (
-    check_members,
     decoded,
     decoded_or_quoted,
     parameter_values,
@@ -31,8 +30,10 @@ from torchere.serving.frontend.open_inference.tensor_request import InputTensor,
 
 Members = dict[str, Any]
 _Plain = bool | int | float | str | None
-_decoder = msgspec.json.Decoder(dict[str, _Plain | list[_Plain] | dict[str, _Plain]])
-_long_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_decoder: msgspec.json.Decoder[Any] = msgspec.json.Decoder(
+    dict[str, _Plain | list[_Plain] | dict[str, _Plain]]
+)
+_long_decoder: msgspec.json.Decoder[Any] = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _member_decoder = msgspec.json.Decoder(_Plain | dict[str, _Plain])
 NAMED_BYTES = 65_536  # for a longer body the error does not name the invalid member
 _RESERVED = frozenset({"id", "parameters"})
@@ -74,10 +75,8 @@ def _decoded(body: bytes | memoryview) -> Any:
     """
     try:
         try:
-            if has_many_items(body):
-                check_members(body)
-                return {name: _member(text) for name, text in _long_decoder.decode(body).items()}
-            return decoded(_decoder, body)
+            said = decoded(_decoder, _long_decoder, body)
+            return {name: _member(value) for name, value in said.items()}
         except msgspec.ValidationError as err:
             if len(body) > NAMED_BYTES:
                 raise InvalidRequest(f"the request: {err}") from err
@@ -86,8 +85,10 @@ def _decoded(body: bytes | memoryview) -> Any:
         raise InvalidRequest(f"the request is no JSON: {err}") from err
 
 
-def _member(raw: msgspec.Raw) -> Any:
-    text = bytes(raw)
+def _member(value: Any) -> Any:
+    if not isinstance(value, msgspec.Raw):
+        return value
+    text = bytes(value)
     return ListText(text) if text.startswith(b"[") else _member_decoder.decode(text)
 
 

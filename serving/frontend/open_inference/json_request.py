@@ -179,10 +179,7 @@ def decoded_or_quoted(decode: Callable[[bytes | memoryview], T], text: bytes | m
 
 def _decoded_body(text: bytes | memoryview) -> AnyBody:
     try:
-        if not has_many_items(text):
-            return decoded(_decoder, text)
-        check_members(text)
-        return _long_decoder.decode(text)
+        return decoded(_decoder, _long_decoder, text)
     except msgspec.ValidationError as err:
         said = str(err)
         place = _AT.search(said)
@@ -196,23 +193,22 @@ def _decoded_body(text: bytes | memoryview) -> AnyBody:
         raise InvalidRequest(f"the request is no JSON: {err}") from err
 
 
-def check_members(text: bytes | memoryview) -> None:
-    """Refuse a JSON text with more than `MAX_MEMBERS` members, before an object is made of each of them.
-
-    Raises:
-        InvalidRequest: there are more.
-    """
-    members = count_members(text)
-    if members > MAX_MEMBERS:
-        raise InvalidRequest(f"the request: found {members} members, expected at most {MAX_MEMBERS}")
-
-
-def decoded(decoder: msgspec.json.Decoder[T], text: bytes | memoryview) -> T:
+def decoded(
+    decoder: msgspec.json.Decoder[T], long_decoder: msgspec.json.Decoder[T], text: bytes | memoryview
+) -> T:
     """Decode a JSON text, with the garbage collector paused for a long one. Thread-safe.
+
+    `long_decoder` decodes a text with many items, of which it makes no objects.
 
     Raises:
         NO_JSON: the text is not JSON, or does not match the decoder's type.
+        InvalidRequest: it has more than `MAX_MEMBERS` members.
     """
+    if has_many_items(text):
+        members = count_members(text)
+        if members > MAX_MEMBERS:
+            raise InvalidRequest(f"the request: found {members} members, expected at most {MAX_MEMBERS}")
+        return long_decoder.decode(text)
     if len(text) <= _LONG_BYTES or not gc.isenabled():
         return decoder.decode(text)
     # Decoding holds the GIL. Before Python 3.12 the collector would traverse the lists of a long text again
