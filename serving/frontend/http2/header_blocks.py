@@ -157,9 +157,6 @@ def _check_table_sizes(block: bytes) -> None:
     """Refuse a block that begins with more table size updates than RFC 7541, 4.2, foresees.
 
     The library takes 2 us for each; behind a field it refuses them itself.
-
-    Raises:
-        ConnectionBroken: there are more than two.
     """
     at = updates = 0
     while at < len(block) and block[at] & _UPDATE_MASK == _TABLE_SIZE:
@@ -183,12 +180,11 @@ def _own_entries(entries: MutableSequence[Field]) -> None:
 def _references(block: bytes, dynamic: Sequence[Field]) -> tuple[tuple[Field, ...], bytes | None, int | None]:
     """Look up the fields of a block of indexed fields and at most one literal time-out. Pure.
 
+    It and the functions below raise IndexError, ValueError or HPACKError for any other or invalid block.
+
     Returns:
         The fields without the time-out; the time-out; and if the block adds that to the table, the greatest
         index that is used behind it (0: none), else None.
-
-    Raises:
-        IndexError, ValueError, HPACKError: any other block, or an invalid one.
     """
     fields: list[Field] = []
     timeout: bytes | None = None
@@ -222,11 +218,7 @@ def _references(block: bytes, dynamic: Sequence[Field]) -> tuple[tuple[Field, ..
 
 
 def _integer(block: bytes, at: int, mask: int) -> tuple[int, int]:
-    """Read an integer of HPACK with at most one byte behind its prefix, and where the next byte is.
-
-    Raises:
-        IndexError, ValueError: incomplete, or longer.
-    """
+    """Read an integer of HPACK with at most one byte behind its prefix, and where the next byte is."""
     value = block[at] & mask
     if value < mask:
         return value, at + 1
@@ -237,11 +229,7 @@ def _integer(block: bytes, at: int, mask: int) -> tuple[int, int]:
 
 
 def _timeout_literal(block: bytes, at: int, dynamic: Sequence[Field]) -> tuple[bytes, int]:
-    """Read a literal `grpc-timeout`, and where the next byte is.
-
-    Raises:
-        IndexError, ValueError, HPACKError: the field is another one, or malformed.
-    """
+    """Read a literal `grpc-timeout`, and where the next byte is."""
     first = block[at]
     if first & (_INDEXED | _INCREMENTAL | _TABLE_SIZE) in (_INDEXED, _TABLE_SIZE):
         raise ValueError("no literal")
@@ -257,11 +245,7 @@ def _timeout_literal(block: bytes, at: int, dynamic: Sequence[Field]) -> tuple[b
 
 
 def _string(block: bytes, at: int) -> tuple[bytes, int]:
-    """Read a short string of HPACK, and where the next byte is.
-
-    Raises:
-        IndexError, ValueError, HPACKError: incomplete, longer, or no Huffman code.
-    """
+    """Read a short string of HPACK, and where the next byte is."""
     length, start = _integer(block, at, 0x7F)
     text = block[start : start + length]
     if len(text) != length:
