@@ -27,7 +27,6 @@ from torchere.serving.frontend.grpc.protos.open_inference_pb2 import (
     ModelStreamInferResponse,
 )
 from torchere.serving.frontend.grpc.service import Callback, Implementation, WithCodec
-from torchere.serving.frontend.http2.header_blocks import Metadata
 from torchere.serving.frontend.http2.messages import MessageFailed, Received
 from torchere.serving.frontend.http2.stream import Encoded, Stream
 from torchere.serving.frontend.open_inference.service import TensorService, filled, whole
@@ -38,7 +37,7 @@ from torchere.serving.frontend.open_inference.tensor_answer import (
     in_plain_words,
     read_framed,
 )
-from torchere.serving.frontend.open_inference.tensor_request import MAX_NAME_LENGTH, Pairs, check_length
+from torchere.serving.frontend.open_inference.tensor_request import MAX_NAME_LENGTH, check_length
 from torchere.serving.frontend.priority import HEADER as PRIORITY_HEADER
 from torchere.serving.frontend.request_id import new_request_id
 from torchere.serving.logs.trace_context import trace_headers
@@ -109,12 +108,9 @@ class Tensors(NamedTuple):
 def _of_call(
     model: str, version: str | None, prepared: InferRequest, tensors: Sequence[Raw], call: Call
 ) -> Asked:
-    """Return the prediction of a call.
-
-    Raises:
-        InvalidRequest: the priority that the client asks for is invalid.
-    """
-    headers = _headers(call.metadata)
+    """Return the prediction of a call, with the trace context for handlers, and the priority."""
+    priority = [(name, str(value)) for name, value in call.metadata if name == PRIORITY_HEADER]
+    headers = (*trace_headers(call.metadata), *priority)
     return Asked(model, version, filled(prepared, tensors, new_request_id(), headers, call.deadline_s))
 
 
@@ -258,12 +254,6 @@ def _empty_end(message: ModelInferRequest, last: TensorAnswer | None) -> ModelIn
     )
     response.parameters[FINAL].bool_param = True
     return response
-
-
-def _headers(metadata: Metadata) -> Pairs:
-    """Return request headers from the metadata: the trace context for handlers, and the priority."""
-    priority = [(name, str(value)) for name, value in metadata if name == PRIORITY_HEADER]
-    return (*trace_headers(metadata), *priority)
 
 
 def _as_encoded(message: Encoded) -> Encoded:

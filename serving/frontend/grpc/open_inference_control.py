@@ -88,7 +88,10 @@ class ModelCalls:
     def model_statistics(self, request: pb.ModelStatisticsRequest, call: Call) -> pb.ModelStatisticsResponse:
         """Return statistics of one version, of all versions of a model, or, without a name, of all models."""
         version = request.version or None
-        found = [self._dataplane.facts_of_versions(name, version) for name in self._names(request)]
+        names = [request.name]
+        if not request.name:
+            names = [name for name, _ in self._controlplane.list_models(2**31, 0).entries]
+        found = [self._dataplane.facts_of_versions(name, version) for name in names]
         return _filled(pb.ModelStatisticsResponse(), metadata.model_statistics([*chain(*found)]))
 
     def repository_index(self, request: pb.RepositoryIndexRequest, call: Call) -> pb.RepositoryIndexResponse:
@@ -121,11 +124,6 @@ class ModelCalls:
         if not request.name:
             raise InvalidRequest("Parameter name is required.")
         return self._dataplane.facts(request.name, request.version or None)
-
-    def _names(self, request: pb.ModelStatisticsRequest) -> list[str]:
-        if request.name:
-            return [request.name]
-        return [name for name, _ in self._controlplane.list_models(2**31, 0).entries]
 
 
 def _model_of(request: pb.RepositoryModelLoadRequest | pb.RepositoryModelUnloadRequest) -> str:

@@ -440,11 +440,7 @@ def _cut(message: Received) -> TensorMessage | None:
 
 
 def _text(encoded: Received) -> str:
-    """Decode a string, as strictly as the library does.
-
-    Raises:
-        DecodeError: it is not UTF-8.
-    """
+    """Decode a string, as strictly as the library does."""
     try:
         return str(encoded, "utf-8")
     except UnicodeDecodeError as err:

@@ -29,7 +29,6 @@ from torchere.serving.frontend.grpc.streams import (
     streaming_answer,
     waiting_answer,
 )
-from torchere.serving.frontend.http2.header_blocks import Metadata
 from torchere.serving.frontend.http2.messages import Received, StatusCode
 from torchere.serving.frontend.http2.stream import ENDED, CallListener, Encoded, Stream
 from torchere.serving.logs.access_lines import access_log
@@ -226,8 +225,9 @@ def _refusal(
     stream.caller = address_of(stream.client)
     try:
         if keys is not None and role is not None:
-            authorization = _authorization(stream.head.metadata)
-            stream.caller = keys.authorize(role, authorization, stream.subjects).name or stream.caller
+            given = [str(value) for name, value in stream.head.metadata if name == "authorization"]
+            named = keys.authorize(role, authorization_of(given), stream.subjects).name
+            stream.caller = named or stream.caller
         if limits is not None and role == "inference" and stream.head.path not in HEALTH_ROUTES:
             limits.charge(stream.caller, time.monotonic())
     except (Unauthorized, TooManyRequests) as error:
@@ -287,7 +287,3 @@ def audited(implementation: Waiting) -> Waiting:
             audit(call.stream, code, named, has_changed=has_changed)
 
     return answer
-
-
-def _authorization(metadata: Metadata) -> str | None:
-    return authorization_of([str(value) for name, value in metadata if name == "authorization"])
