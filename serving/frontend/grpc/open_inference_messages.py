@@ -104,10 +104,8 @@ def tensor_request(request: TensorMessage) -> TensorRequest:
 def infer_response(answer: TensorAnswer, *, raw: bool, call_id: str = "") -> TensorReply:
     """Translate the answer of a model to a response message.
 
-    Args:
-        answer: the answer of the model.
-        raw: send the outputs as raw bytes; otherwise in typed fields, unless a datatype has no field.
-        call_id: the id that the client gave its request; used if the answer has no id.
+    `raw` sends the outputs as raw bytes; otherwise they are in typed fields, unless a datatype has no field.
+    `call_id` is the id that the client gave its request; used if the answer has no id.
 
     Raises:
         HandlerFailed: the handler wrote a BYTES output with an invalid layout.
@@ -316,9 +314,7 @@ class TensorReply(NamedTuple):
 def decode_request(message: Received, known: Container[Hashable] = ()) -> TensorMessage:
     """Decode a request. The raw tensors are slices of `message`, or views if `message` is a view or long.
 
-    Args:
-        message: the bytes received.
-        known: the heads that need no decoding, because they were decoded before.
+    The heads in `known` need no decoding, because they were decoded before.
 
     Raises:
         DecodeError: the message is not a valid request.

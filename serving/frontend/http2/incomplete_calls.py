@@ -15,9 +15,7 @@ Arrived = tuple[int, int, bool]  # messages and bytes of a call, and whether it 
 class IncompleteCalls(Stalls[int, Arrived]):
     """Watchdog of one connection's calls that may receive more. Used on the event loop only.
 
-    Args:
-        streams: the open streams of the connection.
-        min_upload_rate: bytes a second that a client must send of a message; 0: any byte will do.
+    `min_upload_rate` are bytes a second that a client must send of a message; 0: any byte will do.
     """
 
     __slots__ = ("_min_upload_rate", "_streams")

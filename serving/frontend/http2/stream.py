@@ -171,10 +171,7 @@ class Stream(StreamFlow):
             self.listener.on_message(message)
 
     def _read_on(self, reader: MessageReader) -> None:
-        """Split messages only while they are consumed.
-
-        Split messages may take a hundred times the memory of their bytes.
-        """
+        """Split messages only while they are consumed: split ones may take a hundred times their bytes."""
         while reader.unsplit and not (self.paused or self.ended):
             self._hand_over(reader.more())
 

@@ -69,10 +69,7 @@ class TensorService:
     def prepared(self, facts: ModelFacts, request: TensorRequest, bytes_as: BytesAs = "text") -> InferRequest:
         """Check a request, and translate it for the version that `facts` describe; see `filled`.
 
-        Args:
-            facts: of the version.
-            request: the request.
-            bytes_as: how elements of BYTES stand in JSON for a handler behind an envelope.
+        `bytes_as` says how elements of BYTES stand in JSON for a handler behind an envelope.
 
         Raises:
             ServingError: the request is invalid, or does not fit the version.
@@ -97,11 +94,8 @@ class TensorService:
     def keep(self, key: Hashable, version: str | None, facts: ModelFacts, prepared: InferRequest) -> None:
         """Keep the translation of a head, unless it depends on more than that and the sizes.
 
-        Args:
-            key: names the head, the model and the version; the head has at most `KNOWN_HEAD_BYTES`.
-            version: as the client asks for it.
-            facts: of the version.
-            prepared: the translation, with raw tensors only.
+        `key` names the head, which has at most `KNOWN_HEAD_BYTES`, the model and the version as the client
+        asks for it. `prepared` has raw tensors only.
         """
         # A time-out among the parameters counts from each request.
         if self.enveloped(facts) or prepared.deadline_s != NO_DEADLINE:
@@ -121,12 +115,7 @@ def filled(
 ) -> InferRequest:
     """Return a prepared request with the tensors, the id, the headers and the deadline of a call.
 
-    Args:
-        prepared: the request.
-        tensors: the raw tensors, input by input; empty: `prepared` has them.
-        request_id: the id of the call.
-        headers: the headers of the call for the handler.
-        deadline_s: the deadline of the call, in monotonic seconds.
+    `tensors` are raw, input by input; empty: `prepared` has them. `deadline_s` is in monotonic seconds.
 
     Raises:
         InvalidRequest: the priority among the headers is invalid.

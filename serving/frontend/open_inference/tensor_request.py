@@ -75,9 +75,8 @@ def infer_request(request: TensorRequest, json_bytes_as: BytesAs | None = None) 
     The protocol's parameter `timeout`, in microseconds from now, makes its deadline. The id that the client
     chose is only returned in the response; a handler that reads JSON gets it, too.
 
-    Args:
-        request: the request.
-        json_bytes_as: how elements of BYTES stand in the JSON that the handler reads; None: it reads tensors.
+    `json_bytes_as` says how elements of BYTES stand in the JSON that the handler reads; None: it reads
+    tensors.
 
     Raises:
         InvalidRequest: the id is too long, or there are too many parameters, or one that the server
