@@ -42,9 +42,9 @@ class TaskCall(Call):
         self._scope: CallScope | None = None
         self.task: asyncio.Task[None] | None = None
 
-    def run(self, request: Any, *, many: bool) -> None:
-        """Start the task; `many`: the client may send several prediction requests."""
-        self.task = asyncio.get_running_loop().create_task(self._run(request, many=many))
+    def run(self, request: Any) -> None:
+        """Start the task."""
+        self.task = asyncio.get_running_loop().create_task(self._run(request))
         self.method.tasks.add(self.task)
         self.task.add_done_callback(self._done)
         self._expiry = self.expire_later()
@@ -60,11 +60,15 @@ class TaskCall(Call):
         if self.task is not None:
             self.task.cancel()
 
-    async def _run(self, request: Any, *, many: bool) -> None:
+    async def _run(self, request: Any) -> None:
         metadata = self.metadata
-        caller = self.stream.caller
         self._scope = CallScope(
-            "grpc", self.started_s, lambda: metadata, self.method.code_of, caller=caller, many=many
+            "grpc",
+            self.started_s,
+            lambda: metadata,
+            self.method.code_of,
+            caller=self.stream.caller,
+            many=not self.takes_one,
         )
         self._scope.read_s = self.read_s
         self._scope.operation = self.operation()
@@ -101,7 +105,7 @@ class UnaryTaskCall(UnaryCall, TaskCall):
 
     def begin(self, request: Any) -> None:
         """Start the task."""
-        self.run(request, many=False)
+        self.run(request)
 
 
 class StreamTaskCall(TaskCall):
@@ -117,7 +121,7 @@ class StreamTaskCall(TaskCall):
         self._wanted: asyncio.Future[None] | None = None
         self._half_closed = False
         self._stops = False  # the call ends where it would wait for a message
-        self.run(self._requests(), many=True)
+        self.run(self._requests())
 
     def on_message(self, message: Received | Compressed) -> None:
         """Queue a message; pause the stream while the queue is full."""
