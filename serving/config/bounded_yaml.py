@@ -9,6 +9,7 @@ import yaml
 MAX_CHARACTERS = 1 << 20
 MAX_VALUES = 1 << 20  # with aliases expanded, because the data may be serialized without aliases
 MAX_DEPTH = 50
+_CHARACTERS_OF_A_VALUE = 16  # a longer text counts as several values
 MAX_NUMBER_CHARACTERS = 400  # Python converts longer numbers slowly or rejects them
 _NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
 
@@ -33,10 +34,11 @@ class _Loader(yaml.SafeLoader):
     """PyYAML's safe loader, with a limit on the length of numbers (such as base-60 `1:1:1:...`)."""
 
     def construct_scalar(self, node: yaml.ScalarNode | yaml.MappingNode) -> Any:
-        if node.tag in _NUMBERS and len(node.value) > MAX_NUMBER_CHARACTERS:
-            problem = f"a number of {len(node.value)} characters"
+        value = super().construct_scalar(node)  # of a mapping the value of its key `=`
+        if node.tag in _NUMBERS and len(value) > MAX_NUMBER_CHARACTERS:
+            problem = f"a number of {len(value)} characters"
             raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
-        return super().construct_scalar(node)
+        return value
 
 
 def _check_shape(text: str) -> None:
@@ -51,15 +53,19 @@ def _check_shape(text: str) -> None:
                 raise ValueError(f"{event.anchor} is part of itself")
             values += sizes.get(event.anchor, 1)
         elif isinstance(event, yaml.NodeEvent):
-            values += 1
-            sizes[event.anchor] = 1
+            # Aliases of a long text take as much as those of many values, once the document is written.
+            size = 1 + len(getattr(event, "value", "")) // _CHARACTERS_OF_A_VALUE
+            values += size
+            sizes[event.anchor] = size
         if isinstance(event, yaml.CollectionStartEvent):
             opened.append((event.anchor, values - 1))
         elif isinstance(event, yaml.CollectionEndEvent):
             anchor, before = opened.pop()
             sizes[anchor] = values - before
         if values > MAX_VALUES or len(opened) > MAX_DEPTH:
-            raise ValueError(f"more than {MAX_VALUES} values, aliases spelt out, or {MAX_DEPTH} levels")
+            raise ValueError(
+                f"more than {MAX_VALUES} values, with long texts and aliases spelt out, or {MAX_DEPTH} levels"
+            )
 
 
 def _why(err: Exception) -> str:

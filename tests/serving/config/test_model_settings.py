@@ -137,9 +137,10 @@ def test_aliases_that_repeat_little_are_fine() -> None:
     assert config.raw["k199"] == ["x"]
 
 
-def test_a_number_longer_than_any_is_refused_with_its_place() -> None:
+@pytest.mark.parametrize("number", ["0x" + "f" * 5000, "!!int {=: '0x" + "f" * 5000 + "'}"])
+def test_a_number_longer_than_any_is_refused_with_its_place(number: str) -> None:
     with pytest.raises(InvalidArchive, match="a number of 5002 characters in line 2, column 12"):
-        parse_model_config("minWorkers: 1\nisolation: 0x" + "f" * 5000)
+        parse_model_config("minWorkers: 1\nisolation: " + number)
 
 
 @pytest.mark.parametrize(
@@ -152,6 +153,7 @@ def test_a_number_longer_than_any_is_refused_with_its_place() -> None:
         "[" * 200,
         tripling(34, "[x]", "{}"),
         tripling(14, "{x: 1}", "{{<<: {}}}"),
+        "a: &a " + "x" * 100_000 + "\nb: [" + "*a," * 2_000 + "]",
         "a: &a [*a]",
         "a: " + "x" * 2_000_000,
         "a: 1" + ":1" * 20_000 + ".5",
@@ -161,7 +163,17 @@ def test_a_number_longer_than_any_is_refused_with_its_place() -> None:
         "a: !!int ''",
     ],
     ids=[
-        *("python tag", "a list", "broken", "a word", "deep", "alias bomb", "merge bomb", "of itself"),
+        *(
+            "python tag",
+            "a list",
+            "broken",
+            "a word",
+            "deep",
+            "alias bomb",
+            "merge bomb",
+            "text bomb",
+            "of itself",
+        ),
         *("huge", "beyond floats", "no day", "no truth", "no time", "no number"),
     ],
 )
