@@ -182,7 +182,7 @@ class Missing:
         """Record that `wanted` is registered as `key`, and mark the missing models that it replaces.
 
         A model registered by an operator replaces the missing model with its URL or version; without such a
-        match it replaces all missing models of its name.
+        match it replaces all missing models of its name. A step of a workflow replaces none.
         """
 
         def has_name(one: _Absent) -> bool:
@@ -191,6 +191,8 @@ class Missing:
         def is_it(one: _Absent) -> bool:
             return one.wanted.url == wanted.url or one.restores.version == key.version
 
+        if wanted.workflow:
+            return
         if wanted.at_startup:  # named twice, and the first attempt failed
             self._forget([one for one in self._absent if one.wanted == wanted])
             return

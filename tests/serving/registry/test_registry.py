@@ -296,6 +296,19 @@ def test_a_model_of_the_start_from_another_archive_is_missing_no_more(tmp_path: 
     asyncio.run(main())
 
 
+def test_a_step_of_a_workflow_from_the_archive_of_a_missing_model_stands_for_no_model(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with registry_of(tmp_path, load_models=("away.mar",)) as registry:
+            await registry.load_at_startup(await registry.wanted_at_startup())
+            await registry.opened()
+            missing = registry.missing()
+            pack(tmp_path / "store" / "away.mar")
+            await registry.register(Wanted("away.mar", Asked(), name="flow__step", workflow="flow"))
+            assert registry.missing() == missing != ()
+
+    asyncio.run(main())
+
+
 def test_a_model_that_can_not_be_restored_now_is_tried_again_by_the_next_start(tmp_path: Path) -> None:
     snapshots = SnapshotSettings(tmp_path / "config")
     models = tuple(SnapshotModel(name, "1.0", f"{name}.mar", True, HAD) for name in ("m", "n"))
