@@ -10,7 +10,7 @@ import asyncio
 import json
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -284,11 +284,9 @@ class Workflows:
         if stored is not None:
             unpacked = await asyncio.to_thread(open_archive, stored.directory)
             functions = OpenedArchive(unpacked, stored.directory, stored.signer)
-        registering = [
-            self._registry.register(_wanted(workflow, step, functions, handler, at_startup))
-            for step in workflow.spec.steps
-        ]
-        outcomes = await asyncio.gather(*registering, return_exceptions=True)
+        outcomes = await self._each_registered(
+            [_wanted(workflow, step, functions, handler, at_startup) for step in workflow.spec.steps]
+        )
         versions = tuple(each for each in outcomes if isinstance(each, Version))
         try:
             failures = []
@@ -318,6 +316,16 @@ class Workflows:
         if at_startup:
             self._restore_defaults(versions)
         return versions
+
+    async def _each_registered(self, steps: Iterable[Wanted]) -> list[Version | BaseException]:
+        """Register the steps at once; on cancellation, discard those that are registered already."""
+        registering = [asyncio.ensure_future(self._registry.register(step)) for step in steps]
+        try:
+            return await asyncio.gather(*registering, return_exceptions=True)
+        except asyncio.CancelledError:  # all have ended by now
+            ended = [each for each in registering if not each.cancelled() and each.exception() is None]
+            await self._discard([each.result() for each in ended])
+            raise
 
     def _restore_defaults(self, versions: Sequence[Version]) -> None:
         """Make steps the default again where the snapshot has other versions, none of them the default.

@@ -133,6 +133,41 @@ def test_a_workflow_fails_with_a_step_unless_that_has_loaded_and_another_call_sc
             asyncio.run(main())
 
 
+def test_a_registration_that_a_stop_cuts_off_takes_its_steps_with_it():
+    class Slow(_Registry):
+        """Never ends the registration of `slow`."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.made: list[Version] = []
+            self.discarded: list[Version] = []
+
+        async def register(self, wanted: Wanted) -> Version:
+            if wanted.name == "flow__slow":
+                await asyncio.Event().wait()
+            self.made.append(await super().register(wanted))
+            return self.made[-1]
+
+        def discard(self, version: Version) -> None:
+            self.discarded.append(version)
+
+    async def main() -> None:
+        registry: Any = Slow()
+        spec = read_workflow_spec("models: {m: {url: m.mar}, slow: {url: m.mar}}\ndag: {m: [slow]}\n")
+        loading = asyncio.create_task(
+            Workflows(ServerSettings(), registry)._loaded(
+                Workflow("flow", SnapshotWorkflow("flow.war"), spec), None, None, at_startup=False
+            )
+        )
+        await until(lambda: registry.made)
+        loading.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await loading
+        assert registry.discarded == registry.made
+
+    asyncio.run(main())
+
+
 @pytest.fixture
 def archive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The place of an archive in the store once it is downloaded from any URL."""
