@@ -185,9 +185,10 @@ class ClientLimits:
 
     def tallies(self) -> Mapping[str, ClientNumbers]:
         """Return the counters by identity; those of all clients without one are under ""."""
-        running: Counter[Tally] = Counter()
+        running = dict.fromkeys(self._tallies.values(), 0)
         for account in self._accounts.values():
-            running[account.tally] += account.running
+            if account.running:
+                running[account.tally] += account.running
         return {
             name: ClientNumbers(tally.admitted, running[tally], dict(tally.refused))
             for name, tally in self._tallies.items()

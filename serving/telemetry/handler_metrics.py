@@ -11,7 +11,7 @@ from typing import NamedTuple, TypeAlias
 
 from torchere.handlers.metrics import MetricSample
 from torchere.serving.config.server_settings import MetricsMode
-from torchere.serving.telemetry.catalogue import Families, Family, check_names, record
+from torchere.serving.telemetry.catalogue import Families, Family, check_names, updater
 from torchere.serving.telemetry.declared import HOSTNAME, OWN_PREFIX, DeclaredMetric
 from torchere.serving.telemetry.torchserve import MODEL_LOGGER, is_logged, log_value
 
@@ -177,10 +177,10 @@ class HandlerMetrics:
                 log_value(MODEL_LOGGER, metric, value, named, hostname=host, request_ids=ids)
 
         else:
-            child = known.family.labels(*values)
+            update = updater(known.family.labels(*values))
 
             def report(value: float, ids: Sequence[str]) -> None:
-                record(child, value)
+                update(value)
 
         return _Child(report, values, dict(dimensions).get("ModelName"), reporter)
 

@@ -16,7 +16,7 @@ from prometheus_client import Metric
 
 from torchere.serving.config.server_settings import MetricsMode
 from torchere.serving.logs.files import AccessFormatter, RotatingFile
-from torchere.serving.telemetry.catalogue import Families, Family, help_text, record
+from torchere.serving.telemetry.catalogue import Families, Family, help_text, updater
 from torchere.serving.telemetry.declared import DeclaredMetric
 from torchere.serving.telemetry.exposition import java_double
 from torchere.serving.telemetry.numbers import Listener, Predicted, ServerNumbers, Tally, VersionNumbers
@@ -126,7 +126,7 @@ class ServerMetrics(Listener):
             named = zip(metric.labels, labels, strict=False)  # the end of the line has the host
             log_value(SERVER_LOGGER, metric, value, named, hostname=self._hostname)
         else:
-            record(family.labels(*labels, self._hostname), value)
+            updater(family.labels(*labels, self._hostname))(value)
 
     def drop(self, name: str, *values: str) -> None:
         """Remove the series with these label values of a metric, if it exists."""

@@ -5,6 +5,7 @@ import threading
 import time
 from collections import Counter
 from typing import NamedTuple
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given, settings
@@ -348,6 +349,15 @@ def test_handlers_can_not_invent_label_values_without_end(metrics, monkeypatch):
     monkeypatch.setattr(bounds, "MAX_LABEL_SETS", 5)
     metrics.handler_metrics([reported("Name", 1, dimensions=(("user", str(i)),)) for i in range(20)])
     assert len(lines(metrics, "Name{")) == 5
+
+
+@pytest.mark.parametrize("kind", ["counter", "gauge", "histogram"])
+def test_the_kind_of_a_series_is_looked_up_once_and_not_for_each_value(metrics, monkeypatch, kind):
+    looked_up = Mock(wraps=catalogue.updater)
+    monkeypatch.setattr(bounds, "updater", looked_up)
+    for model in ("a", "b"):
+        metrics.handler_metrics([reported("Name", 2, metric_type=kind, dimensions=(("of", model),))] * 3)
+    assert looked_up.call_count == 2
 
 
 def of_users(first: int, last: int, name: str = "Name") -> list[MetricSample]:
