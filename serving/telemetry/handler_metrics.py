@@ -153,6 +153,11 @@ class HandlerMetrics:
     def _child(self, sample: MetricSample, model: str = "") -> _Child:
         known = self._known.get(sample.name)
         child = known.children.get(sample.dimensions) if known else None
+        if known and child and child.reporter and not model:
+            # The server goes on reporting it when the model goes that did so first.
+            self._series.give_back(child.reporter)
+            self._series.take(model)
+            child = known.children[sample.dimensions] = child._replace(reporter=model)
         if child is None:
             if len(sample.dimensions) > MAX_DIMENSIONS:
                 raise ValueError(

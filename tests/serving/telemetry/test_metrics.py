@@ -400,14 +400,15 @@ def test_what_two_models_report_as_one_goes_on_for_the_one_that_stays(metrics):
     assert [line.partition("}")[2] for line in lines(metrics, "Name{")] == [" 3.0"]
 
 
-def test_a_value_of_the_server_goes_on_when_a_model_goes_that_reported_it_first(metrics):
-    dimensions = (("ModelName", "other"), ("Level", "Model"))
-    metrics.handler_metrics([reported("HandlerTime", 1, "ms", "gauge", dimensions)], "m")
+def test_a_value_of_the_server_stays_when_a_model_goes_that_reported_it_first(metrics):
+    sample = reported("Time", 1, "ms", "histogram", (("ModelName", "other"), ("Level", "Model")))
+    metrics.handler_metrics([sample], "m")
+    metrics.handler_metrics([sample])
     metrics._of_handlers.forget("m")
-    metrics.handler_metrics([reported("HandlerTime", 7, "ms", "gauge", dimensions)])
-    assert [line.partition("}")[2] for line in lines(metrics, "HandlerTime{")] == [" 7.0"]
+    metrics.handler_metrics([sample])
+    assert [line.partition("}")[2] for line in lines(metrics, "Time_count{")] == [" 3.0"]
     metrics._of_handlers.forget("other")
-    assert lines(metrics, "HandlerTime{") == []
+    assert lines(metrics, "Time_") == []
 
 
 def test_a_name_stays_while_a_model_that_is_still_there_reports_it(metrics):
