@@ -46,18 +46,26 @@ class Reloaded(Generic[T]):
         self._paths = tuple(paths)
         self._read = read
         self._seen, self.value = self._attempt()
+        self._failed: tuple[_Signature, str] | None = None  # the last error, which is logged once
 
     def refresh(self) -> None:
-        """Reload if a file has changed. Blocks. An unusable file is logged and leaves the value unchanged."""
+        """Reload if a file has changed. Blocks. An unusable file is logged and leaves the value unchanged.
+
+        Each call tries it again, because the cause may have been the process, such as too many open files.
+        """
         now = _signature(self._paths)
         if now == self._seen:
+            self._failed = None
             return
         try:
             self._seen, self.value = self._attempt()
         except ServingError as err:
-            self._seen = now  # log it once; try again after the next change
-            logger.error("%s: %s Those from before stay in force.", self._what, err.full_text)
+            failed = (now, err.full_text)
+            if failed != self._failed:
+                logger.error("%s: %s Those from before stay in force.", self._what, err.full_text)
+            self._failed = failed
             return
+        self._failed = None
         logger.info("%s: read again from %s", self._what, ", ".join(map(str, self._paths)))
 
     def _attempt(self) -> tuple[_Signature, T]:

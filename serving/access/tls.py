@@ -131,8 +131,6 @@ def read_pair(files: TlsFiles) -> KeyPair:
     """
     try:
         pair = _loaded(files)
-        for context in (pair.context, pair.http2_context):
-            _ask_for_certificates(context, files.client_ca)
     except (OSError, ValueError) as err:  # SSLError is an OSError
         expected = (
             _LARGER if _is_small(err) else "expected a PEM chain and its PEM key, without a pass phrase"
@@ -169,8 +167,9 @@ def _loaded(files: TlsFiles) -> KeyPair:
     except ssl.SSLError as err:
         if not (files.small_keys and _is_small(err)):
             raise
+        pair = KeyPair(_context(files, _LEVEL_1), _context(files, _LEVEL_1), _expires_at_s(files))
         logger.warning("%s: %s; it is used, as in TorchServe, but %s", files.certificate, _said(err), _LARGER)
-        return KeyPair(_context(files, _LEVEL_1), _context(files, _LEVEL_1), _expires_at_s(files))
+        return pair
 
 
 def _context(files: TlsFiles, ciphers: str = "") -> ssl.SSLContext:
@@ -178,6 +177,7 @@ def _context(files: TlsFiles, ciphers: str = "") -> ssl.SSLContext:
     if ciphers:
         context.set_ciphers(ciphers)
     context.load_cert_chain(files.certificate, files.private_key, password=_no_pass_phrase)
+    _ask_for_certificates(context, files.client_ca)
     return context
 
 

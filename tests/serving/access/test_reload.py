@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import os
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -89,6 +91,36 @@ def test_a_bad_change_is_said_once_and_leaves_what_was(
         "The thing: bad. found bad Those from before stay in force."
     ]
     assert file.value == "one"
+
+
+def test_a_bad_change_that_comes_back_is_said_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for name, text in (("good", "one"), ("broken", "bad")):
+        (tmp_path / name).write_text(text)
+    path = tmp_path / "file"
+    path.symlink_to("good")
+    file = Reloaded("It", (path,), Reader(path))
+    for name in ("broken", "good", "broken"):
+        path.unlink()
+        path.symlink_to(name)
+        file.refresh()
+    assert len(caplog.records) == 2
+
+
+def test_a_change_that_could_not_be_read_once_is_taken_up_later(
+    reader: Reader, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = Reloaded("The thing", (reader.path,), reader)
+    replace(reader.path, "two")
+    with monkeypatch.context() as patch, caplog.at_level(logging.ERROR):
+        patch.setattr(Path, "read_text", Mock(side_effect=OSError(errno.EMFILE, "Too many open files")))
+        file.refresh()
+        file.refresh()
+    assert file.value == "one"
+    assert [record.message for record in caplog.records] == [
+        "The thing: gone. Too many open files Those from before stay in force."
+    ]
+    file.refresh()
+    assert file.value == "two"
 
 
 def test_a_file_that_goes_and_comes_back_is_taken_up_again(reader: Reader) -> None:

@@ -461,7 +461,11 @@ def test_a_key_of_1024_bits_is_refused_with_what_to_do_and_taken_under_the_old_n
     with pytest.raises(CertificateUnusable) as refused:
         Certificates(files)
     assert "openssl req -x509 -nodes -newkey rsa:2048" in refused.value.detail
-    certificates = Certificates(dataclasses.replace(files, small_keys=True))
+    small = dataclasses.replace(files, small_keys=True)
+    with pytest.raises(CertificateUnusable, match="client_ca_file"):
+        Certificates(dataclasses.replace(small, client_ca=files.certificate.with_name("gone.pem")))
+    assert "it is used" not in caplog.text
+    certificates = Certificates(small)
     assert "it is used, as in TorchServe" in caplog.text
 
     async def main():
