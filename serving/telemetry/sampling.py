@@ -261,7 +261,7 @@ class SystemMetrics:
             while True:
                 try:
                     await _beside(partial(self.sample, max_gpus))
-                except (psutil.Error, OSError) as err:  # the next sample may succeed
+                except Exception as err:  # for example, no thread is available; the next sample may succeed
                     logger.warning("the host can't be sampled: %s", err)
                 await asyncio.sleep(period_s)
         finally:

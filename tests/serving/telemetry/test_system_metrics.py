@@ -114,6 +114,29 @@ def test_a_sample_that_fails_is_logged_and_the_next_one_is_taken(caplog):
     assert "the driver is gone" in caplog.text
 
 
+def test_a_sample_without_a_thread_is_logged_and_the_next_one_is_taken(monkeypatch, caplog):
+    looked, start = [], threading.Thread.start
+
+    def fail_once(thread):
+        monkeypatch.setattr(threading.Thread, "start", start)
+        raise RuntimeError("can't start new thread")
+
+    def gpus():
+        looked.append(1)
+        return ()
+
+    async def watch():
+        sampling = asyncio.create_task(SystemMetrics(Taken(), gpus).sample_every(0.01))
+        while not (looked or sampling.done()):
+            await asyncio.sleep(0)
+        sampling.cancel()
+
+    monkeypatch.setattr(threading.Thread, "start", fail_once)
+    asyncio.run(watch())
+    assert looked
+    assert "the host can't be sampled: can't start new thread" in caplog.text
+
+
 def test_the_csv_of_the_driver_is_read_with_what_a_device_does_not_tell():
     text = "0, 37, 20123, 81559\n1, [N/A], 5, 81559\nNo devices were found\n"
     assert list(parse_gpus(text)) == [GpuSample(0, 37.0, 20123.0, 81559.0), GpuSample(1, None, 5.0, 81559.0)]
