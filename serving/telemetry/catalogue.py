@@ -162,7 +162,7 @@ LIBRARY_GAUGES = (
     *("process_virtual_memory_bytes", "process_resident_memory_bytes"),
     *("process_start_time_seconds", "process_open_fds", "process_max_fds"),
 )
-ALL_NAMES = (*FAMILIES, *LIBRARY_COUNTERS.values(), *LIBRARY_GAUGES)
+ALL_NAMES = (*FAMILIES, *LIBRARY_COUNTERS, *LIBRARY_COUNTERS.values(), *LIBRARY_GAUGES)
 
 
 def families() -> dict[str, OwnFamily]:

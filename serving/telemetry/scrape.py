@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import ChainMap, Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -80,7 +80,8 @@ class Exposure:
 
     def text(self, names: Collection[str] = (), *, openmetrics: bool = False) -> str:
         """Return the text of a scrape with the samples in `names`; empty means all samples. Thread-safe."""
-        declared = self.families.declared | catalogue.LIBRARY_COUNTERS
+        # Models may come and go meanwhile: first the names as they are when a family is rendered.
+        declared = ChainMap(self.families.declared, self.families.declared.copy(), catalogue.LIBRARY_COUNTERS)
         return render(self._collect(), declared, names, openmetrics=openmetrics)
 
     def _collect(self) -> Iterable[Metric]:

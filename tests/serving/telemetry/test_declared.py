@@ -83,6 +83,7 @@ def test_a_file_of_another_shape_is_refused_by_name(text, error, says):
         ("{name: A, unit: ms, dimensions: [x, x]}", MetricsCacheValueError, "twice"),
         ("{name: torchere_x, unit: ms, dimensions: []}", MetricsCacheValueError, "taken"),
         ("{name: process_open_fds, unit: ms, dimensions: []}", MetricsCacheValueError, "process_open_fds"),
+        ("{name: process_cpu_seconds, unit: ms, dimensions: []}", MetricsCacheValueError, "cpu_seconds"),
         ("{name: G, unit: ms, dimensions: []}", MetricsCacheValueError, "G"),
         ("{name: QueueTime, unit: ms, dimensions: [Level]}", MetricsCacheValueError, "as many as in"),
     ],

@@ -1,6 +1,8 @@
 import asyncio
+import dataclasses
 import math
 import os
+import re
 import threading
 import time
 from collections import Counter
@@ -317,6 +319,7 @@ def test_with_auto_detection_handlers_report_under_any_name_by_type(metrics):
         reported("torchere_batch_size", 1),
         reported("ts_inference_requests_total", 1),
         reported("CPUUtilization", 1),
+        reported("process_cpu_seconds", 1, metric_type="gauge"),
     ],
 )
 def test_what_can_not_be_recorded_is_dropped_with_one_warning(metrics, caplog, sample):
@@ -409,6 +412,21 @@ def test_a_value_of_the_server_stays_when_a_model_goes_that_reported_it_first(me
     assert [line.partition("}")[2] for line in lines(metrics, "Time_count{")] == [" 3.0"]
     metrics._of_handlers.forget("other")
     assert lines(metrics, "Time_") == []
+
+
+def test_a_counter_that_comes_or_goes_during_a_scrape_has_its_declared_name(metrics):
+    metrics.handler_metrics([reported("Old_total", 1)], "m")
+    begun = metrics.expose()
+
+    def plain():
+        collected = [family for family in begun.families.registry.collect() if family.name == "Old"]
+        metrics._of_handlers.forget("m")
+        metrics.handler_metrics([reported("New_total", 1)], "other")
+        return collected
+
+    text = dataclasses.replace(begun, plain=plain).text({"Old_total", "New_total"})
+    assert re.findall(r"^(\w+){ModelName", text, re.MULTILINE) == ["Old_total", "New_total"]
+    assert re.findall(r"^# TYPE (\w+)", text, re.MULTILINE) == ["Old_total", "New_total"]
 
 
 def test_a_name_stays_while_a_model_that_is_still_there_reports_it(metrics):
