@@ -47,12 +47,16 @@ class _Known:
     family: Family | None  # None: its values are logged
     detected_by: str | None  # the model that reported it first; None: the configuration declares it
     children: dict[Dimensions, _Child] = field(default_factory=dict)
+    shares: _Shares = field(
+        default_factory=lambda: _Shares(MAX_LABEL_SETS, "combinations of label values for this name")
+    )
 
 
 class _Shares:
     """Counts what models have of something, by the model that reported it first; "" is the server.
 
-    A model may have more while it has fewer than are left, so at most half, and later ones find room.
+    A model may have more while it has fewer than are left, so at most half, and later ones find room. The
+    server always may: it has one for each model.
     """
 
     __slots__ = ("_by_model", "_most", "_name")
@@ -64,11 +68,13 @@ class _Shares:
 
     def check(self, model: str) -> None:
         """Raise `ValueError` if the model may have no more."""
-        own = self._by_model[model] if model else 0
-        left = self._most - self._by_model.total()
+        if not model:
+            return
+        own = self._by_model[model]
+        left = max(0, self._most - self._by_model.total())
         if left <= own:
             text = f"its model has {own} {self._name}; {left} of {self._most} are for others"
-            raise ValueError(text if own else f"handlers have {self._most} {self._name} already")
+            raise ValueError(text if own else f"there are {self._most} {self._name} already")
 
     def take(self, model: str) -> None:
         """Count one more."""
@@ -140,7 +146,8 @@ class HandlerMetrics:
                 for dimensions, child in list(known.children.items()):
                     if child.values in gone:
                         del known.children[dimensions]
-                        self._series.give_back(child.reporter)
+                        for shares in (known.shares, self._series):
+                            shares.give_back(child.reporter)
                 if known.family is not None:
                     for values in gone:
                         known.family.remove(*values)
@@ -155,8 +162,9 @@ class HandlerMetrics:
         child = known.children.get(sample.dimensions) if known else None
         if known and child and child.reporter and not model:
             # The server goes on reporting it when the model goes that did so first.
-            self._series.give_back(child.reporter)
-            self._series.take(model)
+            for shares in (known.shares, self._series):
+                shares.give_back(child.reporter)
+                shares.take(model)
             child = known.children[sample.dimensions] = child._replace(reporter=model)
         if child is None:
             if len(sample.dimensions) > MAX_DIMENSIONS:
@@ -165,11 +173,11 @@ class HandlerMetrics:
                 )
             _check_texts("the value of a label", [value for _, value in sample.dimensions])
             known = known or self._detect(sample, model)
-            if len(known.children) >= MAX_LABEL_SETS:
-                raise ValueError(f"it has {MAX_LABEL_SETS} combinations of label values already")
-            self._series.check(model)
+            for shares in (known.shares, self._series):
+                shares.check(model)
             child = known.children[sample.dimensions] = self._new_child(known, sample.dimensions, model)
-            self._series.take(model)
+            for shares in (known.shares, self._series):
+                shares.take(model)
         return child
 
     def _new_child(self, known: _Known, dimensions: Dimensions, reporter: str) -> _Child:

@@ -348,10 +348,30 @@ def test_a_model_leaves_names_of_metrics_to_others(monkeypatch, caplog):
     assert "its model has 5 undeclared metrics; 5 of 10 are for others" in caplog.text
 
 
-def test_handlers_can_not_invent_label_values_without_end(metrics, monkeypatch):
-    monkeypatch.setattr(bounds, "MAX_LABEL_SETS", 5)
-    metrics.handler_metrics([reported("Name", 1, dimensions=(("user", str(i)),)) for i in range(20)])
-    assert len(lines(metrics, "Name{")) == 5
+def test_handlers_can_not_invent_label_values_without_end(metrics, monkeypatch, caplog):
+    monkeypatch.setattr(bounds, "MAX_LABEL_SETS", 8)
+    for model, own in (("greedy", 4), ("modest", 2), ("last", 1), ("late", 1), ("none", 0)):
+        samples = [reported("Name", 1, dimensions=(("of", f"{model}{i}"),)) for i in range(20)]
+        metrics.handler_metrics(samples, model)
+        assert len(lines(metrics, f'Name{{of="{model}')) == own
+    assert "its model has 4 combinations of label values for this name; 4 of 8 are for others" in caplog.text
+    metrics._of_handlers.forget("greedy")
+    metrics.handler_metrics([reported("Name", 1, dimensions=(("of", "none"),))], "none")
+    assert len(lines(metrics, 'Name{of="none"')) == 1
+
+
+def test_each_model_has_its_prediction_time_however_many_values_handlers_report(monkeypatch, batch):
+    monkeypatch.setattr(bounds, "MAX_LABEL_SETS", 8)
+    metrics = Metrics("vm")
+    for user in range(20):
+        dimensions = (("ModelName", "noisy"), ("Level", f"{user}"))
+        metrics.handler_metrics([reported("PredictionTime", 1, dimensions=dimensions)], "noisy")
+    for number in range(20):
+        meter = metrics.meter(f"m{number}", "1.0")
+        metrics.show(meter)
+        batch(meter)
+    assert len(lines(metrics, 'PredictionTime{ModelName="noisy"')) == 4
+    assert len(lines(metrics, 'PredictionTime{ModelName="m')) == 20
 
 
 @pytest.mark.parametrize("kind", ["counter", "gauge", "histogram"])
