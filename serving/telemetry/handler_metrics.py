@@ -123,6 +123,10 @@ class HandlerMetrics:
                 except (ValueError, TypeError) as err:
                     self._refuse(sample.name, str(err))
 
+    def takes(self, name: str) -> bool:
+        """Return whether a metric with this name can be recorded."""
+        return self._auto_detect or name in self._known
+
     def needs_each(self, name: str) -> bool:
         """Return whether every value of a metric is needed (for logs and histograms) or only the last one."""
         known = self._known.get(name)

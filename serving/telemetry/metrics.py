@@ -297,8 +297,8 @@ class _PredictionTimes(Listener):
         self.needs_each = handlers.needs_each(PREDICTION_TIME)
 
     def report_last(self, numbers: ServerNumbers) -> None:
-        """Report the last value of each model, unless every value is reported already."""
-        if self.needs_each:
+        """Report the last value of each model, unless every value is reported already, or none is taken."""
+        if self.needs_each or not self._handlers.takes(PREDICTION_TIME):
             return
         for version in sorted(numbers.versions.values(), key=lambda version: version.last_batch_s):
             if version.last_handler_s is not None:

@@ -94,10 +94,12 @@ def test_where_each_prediction_time_counts_all_are_recorded(answer, batch):
     assert 'PredictionTime_count{Level="Model",ModelName="m",Hostname="vm",} 2.0' in shown(metrics)
 
 
-def test_an_empty_configuration_records_ours_only(answer, batch):
+def test_an_empty_configuration_records_ours_only(answer, batch, caplog):
     metrics = Metrics("vm", config=MetricsConfig())
     work(metrics, answer, batch)
+    caplog.clear()
     assert shown(metrics) == set()
+    assert caplog.text == ""  # the server offers no time that would be dropped
     assert 'torchere_batch_size_sum{model="m",version="1.0",} 1.0' in metrics.exposition()
 
 
