@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -254,13 +255,14 @@ def audit(
 
 
 class ChangingCall(UnaryTaskCall):
-    """A call that changes models; it is audited even if it ends before its message is decoded."""
+    """A call that changes models; it is audited even if the server ends it before its message is decoded."""
 
-    __slots__ = ()
+    __slots__ = ("ended_as",)  # the code by which the server ends it, by its time-out or at a stop
 
     def _end_with(self, code: StatusCode, message: str, details: bytes = b"") -> None:
         if self.task is None:  # otherwise `audited` writes the line
             audit(self.stream, code.name)
+        self.ended_as = code.name
         super()._end_with(code, message, details)
 
 
@@ -278,6 +280,9 @@ def audited(implementation: Waiting) -> Waiting:
             raise
         except Exception:
             code = StatusCode.INTERNAL.name
+            raise
+        except asyncio.CancelledError:
+            code = getattr(call, "ended_as", _CANCELLED)
             raise
         finally:
             scope = current_call()

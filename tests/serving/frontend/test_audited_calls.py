@@ -225,8 +225,9 @@ def test_a_change_over_grpc_whose_message_can_not_be_decoded_is_audited(planes, 
 
 
 @pytest.mark.parametrize(("takes_effect", "outcome"), [(True, "done"), (False, "failed")])
-def test_a_change_in_effect_is_done_though_its_client_cancels_the_call(
-    planes, audited, monkeypatch, takes_effect, outcome
+@pytest.mark.parametrize(("ended_by", "code"), [("its client", "CANCELLED"), ("a stop", "UNAVAILABLE")])
+def test_a_change_in_effect_is_done_though_its_call_is_ended(
+    planes, audited, monkeypatch, takes_effect, outcome, ended_by, code
 ):
     begun = asyncio.Event()
 
@@ -244,12 +245,13 @@ def test_a_change_in_effect_is_done_though_its_client_cancels_the_call(
             begin: Any = channel.unary_unary(path, lambda message: message.SerializeToString(), bytes)
             call = begin(request)
             await begun.wait()
-            call.cancel()
-        await server.stop(1)
+            if ended_by == "its client":
+                call.cancel()
+            await server.stop(1 if ended_by == "its client" else 0.05)
 
     monkeypatch.setattr(planes.control, "unregister", unregister)
     asyncio.run(main())
-    assert audited() == [("", "127.0.0.1", "grpc", "unregister", "echo", "", outcome, "CANCELLED")]
+    assert audited() == [("", "127.0.0.1", "grpc", "unregister", "echo", "", outcome, code)]
 
 
 async def cut_off(planes, asked, begun):
