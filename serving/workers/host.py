@@ -468,7 +468,8 @@ def processor_of(request: InferRequest) -> RequestProcessor:
     """
     headers: dict[str, Any] = {}
     for parameter in request.parameters:
-        headers[parameter.name] = {"content-type": parameter.content_type}
+        if parameter.name[:1] != ":":  # the server's own headers begin so, and no client may set these
+            headers[parameter.name] = {"content-type": parameter.content_type}
     headers.update(request.headers)
     return RequestProcessor(headers, request.request_id)
 

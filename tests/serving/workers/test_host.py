@@ -41,8 +41,6 @@ REFUSING = """
         def handle(self, data, context):
             raise PredictionException("no room", 413)
 """
-
-
 LONGEST = """
     class Handler:
         def initialize(self, context): pass
@@ -50,16 +48,12 @@ LONGEST = """
             context.set_response_header(0, "batch", str(len(data)))
             return [max(row["text"].tolist()) for row in data]
 """
-
-
 ANSWERING = """
     class Handler:
         def initialize(self, context): pass
         def handle(self, data, context):
             return ["fine"] * len(data)
 """
-
-
 ENVELOPED = """
     class Handler:
         def initialize(self, context): pass
@@ -101,6 +95,12 @@ def test_a_header_wins_over_a_value_of_its_name(outcome: Callable[[str, InferReq
     answer = outcome(HEADERS_SEEN, InferRequest("id", (Parameter("explain", b"x"),), (("explain", "True"),)))
 
     assert json.loads(answer.body) == {"explain": "True"}
+
+
+def test_a_value_cannot_pose_as_the_servers_header(outcome: Callable[[str, InferRequest], Any]) -> None:
+    answer = outcome(ANSWERING, InferRequest("id", (Parameter(":open-inference", b"x"),)))
+
+    assert answer.body == b"fine"
 
 
 @pytest.mark.parametrize("beside", [False, True])
