@@ -73,6 +73,8 @@ class DenseNetHandler(BaseHandler):
         for group in _groups(read):
             self._give_up_if_unwanted()
             output = self.inference(torch.stack(list(group.values())))
+            if len(group) > 1:
+                _check_rows(output, len(group))
             for row, place in enumerate(group):
                 answers[place] = output if len(group) == 1 else output[row : row + 1]
         for place, tensor in enumerate(read):
@@ -105,6 +107,17 @@ def _groups(read: Sequence[torch.Tensor | PredictionException]) -> list[dict[int
         if isinstance(tensor, torch.Tensor):
             groups.setdefault((tensor.shape, tensor.dtype), {})[place] = tensor
     return list(groups.values())
+
+
+def _check_rows(output: Any, count: int) -> None:
+    """Raise ValueError if the output can't be cut into rows; the server then runs each request alone."""
+    if isinstance(output, torch.Tensor) and output.shape[:1] == (count,):
+        return
+    kind = f"shape {list(output.shape)}" if isinstance(output, torch.Tensor) else f"a {type(output).__name__}"
+    raise ValueError(
+        f"the model gave {kind} for a batch of {count}; expected a tensor with a row for each request. "
+        "With batchSize 1 the model may give any result"
+    )
 
 
 def tensor_of_row(row: Any) -> torch.Tensor:

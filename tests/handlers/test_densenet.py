@@ -201,6 +201,19 @@ def test_each_request_of_a_batch_gets_its_row_whatever_the_others_are(
     assert answers[1]["code"] == context.requests[1].status_code == 400
 
 
+@pytest.mark.parametrize(
+    "model", [lambda rows: (rows * 2, rows * 3), lambda rows: rows.sum(), lambda rows: rows.mean(0, True)]
+)
+def test_a_result_without_a_row_for_each_request_is_for_no_batch(model: Any) -> None:
+    handler = built_in("densenet_handler")
+    handler.model, handler.device = model, torch.device("cpu")
+    rows = [{"body": [1.0]}, {"body": [2.0]}]
+    with pytest.raises(ValueError, match="for a batch of 2; expected a tensor with a row for each"):
+        handler.handle(rows, Context(2))
+    (answer,) = handler.handle(rows[:1], Context(1))
+    assert repr(answer) == repr(model(torch.ones(1, 1)))
+
+
 @pytest.mark.parametrize("name", ["TorchScriptHandler", "BaseHandler"])
 def test_the_handlers_of_the_cpp_backend_answer_files_of_rows(name: str) -> None:
     handler = built_in(name)
