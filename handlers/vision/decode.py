@@ -104,6 +104,7 @@ def decode_image(data: bytes | bytearray | str, limits: ImageLimits | None = Non
 def _open(raw: bytes, limits: ImageLimits) -> Image.Image:
     try:
         image = Image.open(io.BytesIO(raw), formats=_formats())
+        decoded_bytes = _decoded_bytes(image)  # fails for a mode that Pillow does not know
     except Image.DecompressionBombError as err:
         raise _too_large(str(err)) from err
     except _BROKEN as err:
@@ -113,7 +114,6 @@ def _open(raw: bytes, limits: ImageLimits) -> Image.Image:
             "(curl -F data=@cat.jpg URL), or as base64 with Content-Type: text/plain"
         ) from err
     check_pixels(image.width, image.height, limits)
-    decoded_bytes = _decoded_bytes(image)
     if limits.max_decoded_bytes is not None and decoded_bytes > limits.max_decoded_bytes:
         raise bad_request(
             f"The image is too large: decoding {image.width} x {image.height} pixels of {image.format} "

@@ -99,6 +99,12 @@ def test_a_picture_packed_in_a_way_that_pillow_does_not_know_is_refused(photo: I
     assert "is broken" in _refusal(unknown)
 
 
+@pytest.mark.filterwarnings("ignore:IM image format:DeprecationWarning")
+def test_a_picture_of_a_mode_that_pillow_does_not_know_is_refused() -> None:
+    head = b"Image type: RVB image\r\nImage size (x*y): 4*4\r\nFile size (no of images): 1\r\n"
+    assert "not an image" in _refusal(head.ljust(511, b"\0") + b"\x1a" + bytes(48))
+
+
 def test_the_claimed_size_is_checked_before_decoding() -> None:
     message = _refusal(_png_claiming(2000, 1000), ImageLimits(max_pixels=1_000_000))
     assert "2000 x 1000 = 2000000 pixels, limit 1000000" in message
