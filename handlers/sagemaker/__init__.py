@@ -76,7 +76,9 @@ class SageMakerHandler:
 
     def _answer(self, row: dict[str, Any], index: int) -> Any:
         context = self._context
-        headers = {name.lower(): value for name, value in context.get_all_request_header(index).items()}
+        found = context.get_all_request_header(index).items()
+        # The others are no texts, but describe the fields of a form.
+        headers = {name.lower(): value for name, value in found if isinstance(value, str)}
         content_type = headers.get("content-type")
         accept = headers.get("accept")
         if not accept or accept == toolkit.ANY:
@@ -84,11 +86,11 @@ class SageMakerHandler:
         try:
             body = _body(row.get("body"), content_type)
             result = self._call(self._transform, self._model, body, content_type, accept)
-        except Exception as err:  # the script may raise anything
+            if isinstance(result, tuple):  # the response and its content type
+                result, accept = result[:2]
+            context.set_response_content_type(index, accept)
+        except Exception as err:  # the script may raise and return anything
             return self._failure(err, index)
-        if isinstance(result, tuple):  # the response and its content type
-            result, accept = result[:2]
-        context.set_response_content_type(index, accept)
         return result
 
     def _failure(self, err: Exception, index: int) -> str:

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 
 from torchere.handlers.errors import PredictionException
 from torchere.handlers.rows import read_each, refusal, settings_of
+from torchere.handlers.sagemaker import SageMakerHandler
 
 
 def test_each_row_is_read_or_keeps_what_is_wrong_with_it() -> None:
@@ -29,6 +31,23 @@ def test_a_refusal_sets_the_status_and_the_type_of_its_request_only(
     assert answer == {"code": 413, "type": "RequestEntityTooLargeException", "message": "too large"}
     assert [context.get_response_status(index)[0] for index in range(2)] == [200, 413]
     assert [context.get_response_content_type(index) for index in range(2)] == [None, "application/json"]
+
+
+def test_a_request_that_the_script_of_sagemaker_answers_wrongly_fails_alone(
+    tmp_path: Path, make_context: Any, begin: Any
+) -> None:
+    script = ModuleType("inference")
+    vars(script)["transform_fn"] = lambda model, body, kind, accept: (body, 7 if body == "bad" else accept)
+    handler = SageMakerHandler()
+    handler._model = None
+    handler._take_functions(script)
+    context = make_context(tmp_path)
+    begin(context, 3, accept="text/csv", Accept={"content-type": ""})  # the latter is a form field
+    good, bad, other = handler.handle([{"body": "good"}, {"body": "bad"}, {"body": "other"}], context)
+    assert (good, other) == ("good", "other")
+    assert "convert it with str()" in bad
+    assert [context.get_response_status(index)[0] for index in range(3)] == [200, 500, 200]
+    assert context.get_response_content_type(0) == "text/csv"
 
 
 def test_settings_are_the_defaults_with_what_the_configuration_says() -> None:
