@@ -138,14 +138,14 @@ class TransformerHandler(BaseHandler):
     The model takes (ids, mask), int64 [texts, tokens], or the inputs that `signature.json` names, which may
     include `token_type_ids`. The archive has the tokenizer in `tokenizer.json`.
 
-    A subclass has a `section` with its defaults in `handler` of model-config.yaml, of which one setting is a
-    `choice` of words, the name of its `output` in the Open Inference Protocol, and `result_of` and
+    A subclass has a `section` with its defaults in `handler` of model-config.yaml, of which one setting may
+    be a `choice` of words, the name of its `output` in the Open Inference Protocol, and `result_of` and
     `answer_of`.
     """
 
     section: ClassVar[str]
     defaults: ClassVar[dict[str, Any]]
-    choice: ClassVar[tuple[str, tuple[str, ...]]]
+    choice: ClassVar[tuple[str, tuple[str, ...]] | None] = None
     output: ClassVar[str]
     takes_pairs: ClassVar[bool] = False
 
@@ -163,7 +163,7 @@ class TransformerHandler(BaseHandler):
                 that a text encoder does not have; or the weights can't be loaded.
             ValueError: a value of the section is wrong.
         """
-        self.settings = self._read_settings(context)
+        self.settings = self.checked(settings_of(context.model_yaml_config, self.section, self.defaults))
         model_dir = context.system_properties["model_dir"]
         specs = _specs(model_dir, self.section)
         if specs:
@@ -176,13 +176,14 @@ class TransformerHandler(BaseHandler):
             ("tokens", str(path)), lambda: TextTokens(path, max_tokens, _lengths(specs))
         )
 
-    def _read_settings(self, context: Context) -> dict[str, Any]:
-        settings = settings_of(context.model_yaml_config, self.section, self.defaults)
-        key, words = self.choice
-        wrong = {} if settings[key] in words else {key: f"one of {', '.join(words)}"}
-        wrong |= {name: f"{least} or more" for name, least in _LEASTS if settings[name] < least}
-        for name, expected in wrong.items():
-            raise wrong_setting(f"{self.section}.{name}", settings[name], expected)
+    def checked(self, settings: dict[str, Any]) -> dict[str, Any]:
+        """Return the settings; raise ValueError for a value that is wrong."""
+        key, words = self.choice or ("", ())
+        if words and settings[key] not in words:
+            raise wrong_setting(f"{self.section}.{key}", settings[key], f"one of {', '.join(words)}")
+        for name, least in _LEASTS:
+            if settings[name] < least:
+                raise wrong_setting(f"{self.section}.{name}", settings[name], f"{least} or more")
         return settings
 
     def warmup_data(self) -> list[dict[str, object]] | None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from torchere.archiver.signature import Limit
-from torchere.handlers.text.tokens import TextTokens
+from torchere.handlers.text.tokens import SETTINGS, TextTokens, TransformerHandler
 
 
 @pytest.fixture
@@ -79,3 +79,27 @@ def test_a_missing_package_names_the_extra(tmp_path: Path, monkeypatch: Any) -> 
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(RuntimeError, match=r"install torchere\[tokenizers\]"):
         TextTokens(tmp_path / "tokenizer.json", None)
+
+
+def test_a_handler_of_an_archive_checks_its_settings_and_needs_no_choice_of_words(
+    tmp_path: Path, make_context: Any
+) -> None:
+    class Own(TransformerHandler):
+        section, output, defaults = "own", "own", {"layers": 2, **SETTINGS}
+
+        def checked(self, settings: dict[str, Any]) -> dict[str, Any]:
+            if settings["layers"] % 2:
+                raise ValueError("an odd number of layers")
+            return super().checked(settings)
+
+    own: Any = Own  # it runs no model, so that it needs no `result_of`
+
+    def load(**settings: Any) -> None:
+        own().initialize(make_context(tmp_path, config={"handler": {"own": settings}}))
+
+    with pytest.raises(ValueError, match="an odd number"):
+        load(layers=3)
+    with pytest.raises(ValueError, match=r"max_texts in model-config\.yaml is 0; expected 1 or more"):
+        load(max_texts=0)
+    with pytest.raises(RuntimeError, match="No model weights"):  # the settings are right
+        load()
