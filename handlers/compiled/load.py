@@ -133,7 +133,7 @@ def _reason_against(package: Package, build: Build, device: str | None) -> Misfi
         return Misfit("it was compiled without its weights (package_constants_in_so is False)", fatal=True)
     here = torch.backends.cpu.get_cpu_capability()
     found = misfit(build, torch.__version__, read_cpu_flags())
-    if found is None and build.weights_for not in (None, here):
+    if not (found and found.fatal) and build.weights_for not in (None, here):
         # The kernel would take each weight for another one, and answer wrongly.
         text = f"its weights of 4 bits are ordered for {build.weights_for}; this is {here}"
         return Misfit(text, fatal=True)

@@ -339,6 +339,17 @@ def test_an_older_torch_without_a_fallback_is_tried(
     assert "tried nevertheless" in caplog.text
 
 
+@pytest.mark.parametrize("version", [torch.__version__.partition("+")[0], "1.0.0"])
+def test_weights_in_another_order_are_refused_whatever_torch_compiled_it(
+    probe_archive: Path, version: str
+) -> None:
+    (probe_archive / "MAR-INF").mkdir()
+    record = {"torch": version, "weights_for": "another"}
+    (probe_archive / "MAR-INF" / "build.json").write_text(json.dumps(record))
+    with pytest.raises(RuntimeError, match="its weights of 4 bits are ordered for another"):
+        load(probe_archive)
+
+
 def test_a_cpu_that_lacks_an_instruction_set_is_refused_without_a_fallback(
     probe_archive: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
