@@ -14,13 +14,13 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
-from torchere.handlers.compiled.package import HANDLE_FUNCTIONS, InputRule
+from torchere.handlers.compiled.package import HANDLE_FUNCTIONS, InputRule, stride_of
 from torchere.handlers.errors import bad_request
 
 _REQUIRED = (
@@ -240,7 +240,7 @@ class _CheckedModel:
                     f"{rule.dtype}; send values of that type"
                 )
             _check_layout(index, tensor, rule)
-        _check_free_sizes(tensors, self._rules)
+        _check_free_strides(tensors, self._rules, _checked_free_sizes(tensors, self._rules))
         return tensors
 
 
@@ -349,17 +349,34 @@ def _check_layout(index: int, tensor: torch.Tensor, rule: InputRule) -> None:
             f"input {index} of the compiled model: found the shape {list(shape)}, expected {_told(rule)}; "
             "send that shape"
         )
-    strides = tensor.stride()
     for at, stride in rule.strides.items():
-        if strides[at] != stride and shape[at] != 1:  # the stride of a single element is never used
-            raise ValueError(
-                f"input {index} of the compiled model: found the strides {list(strides)}, expected {stride} "
-                f"at dimension {at}; pass a tensor that is contiguous as the example was"
-            )
+        _check_stride(index, tensor, at, stride)
 
 
-def _check_free_sizes(tensors: Sequence[torch.Tensor], rules: Sequence[InputRule]) -> None:
-    """Refuse sizes that contradict each other: the code reads one of them, and computes the others by it."""
+def _check_stride(index: int, tensor: torch.Tensor, at: int, stride: int) -> None:
+    strides = tensor.stride()
+    if strides[at] != stride and tensor.shape[at] != 1:  # the stride of a single element is never used
+        raise ValueError(
+            f"input {index} of the compiled model: found the strides {list(strides)}, expected {stride} "
+            f"at dimension {at}; pass a tensor that is contiguous as the example was"
+        )
+
+
+def _check_free_strides(
+    tensors: Sequence[torch.Tensor], rules: Sequence[InputRule], sizes: Mapping[str, int]
+) -> None:
+    """Refuse strides that do not follow from the free sizes: the code computes them, and reads none."""
+    for index, (tensor, rule) in enumerate(zip(tensors, rules, strict=False)):
+        for at, formula in rule.free_strides.items():
+            with contextlib.suppress(LookupError):  # the formula is not known, as of a model that rounds
+                _check_stride(index, tensor, at, stride_of(formula, sizes))
+
+
+def _checked_free_sizes(tensors: Sequence[torch.Tensor], rules: Sequence[InputRule]) -> dict[str, int]:
+    """Return the free sizes; refuse those that contradict each other.
+
+    The code reads one of them, and computes the others by it.
+    """
     found: dict[str, int] = {}
     for index, (tensor, rule) in enumerate(zip(tensors, rules, strict=False)):
         for at, size in rule.sizes.items():
@@ -370,6 +387,7 @@ def _check_free_sizes(tensors: Sequence[torch.Tensor], rules: Sequence[InputRule
                     f"input {index} of the compiled model: found the size {tensor.shape[at]} at dimension "
                     f"{at}, expected {size.where(first)}; send inputs whose sizes belong together"
                 )
+    return found
 
 
 def _told(rule: InputRule) -> str:

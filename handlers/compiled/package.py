@@ -5,6 +5,7 @@ Needs no torch.
 
 from __future__ import annotations
 
+import ast
 import importlib.metadata
 import importlib.util
 import json
@@ -33,8 +34,10 @@ _INPUT = re.compile(rb"ConstantHandle (\w+) = ConstantHandle\(input_handles\[(\d
 _DTYPE = re.compile(rb"int32_t (\w+)_expected_dtype = aoti_torch_dtype_(\w+)\(\);")
 _EQUAL = re.compile(rb"if \((\d+) != (\w+)_(size|stride)\[(\d+)\]\)")
 _BOUND = re.compile(rb"if \((\w+)_size\[(\d+)\] ([<>]) (\d+)\)")
-_SIZES = re.compile(rb"assert_size_stride\((\w+), \{([^{}]*)\}")  # in sources of newer torch
+# In sources of newer torch: the sizes of an input, and its strides.
+_SIZES = re.compile(rb"assert_size_stride\((\w+), \{([^{}]*)\}, \{([^{}]*)\}")
 _SIZE = re.compile(rb"\d+L|(?:\(?(-?\d+)L\)? \+ )?(?:(\d+)L\*)?(s\d+)")  # 8L, s77, or 1L + 2L*s77
+_OF_CPP = re.compile(rb"(?<=\d)L\b|static_cast<int64_t>")  # all that Python writes otherwise in a stride
 _NONE_INSIDE = re.compile(  # inputs, outputs, constants, ..., whether the library holds the constants
     rb"AOTInductorModelBase\(\s*\d+,\s*\d+,\s*[1-9]\d*,\s*device_str,\s*std::move\(cubin_dir\),\s*false\)"
 )
@@ -146,7 +149,9 @@ class InputRule:
     least: dict[int, int] = field(default_factory=dict)
     most: dict[int, int] = field(default_factory=dict)
     strides: dict[int, int] = field(default_factory=dict)
-    sizes: dict[int, LinearSize] = field(default_factory=dict)  # none from sources of older torch
+    # From sources of older torch there are none of these two.
+    sizes: dict[int, LinearSize] = field(default_factory=dict)
+    free_strides: dict[int, ast.expr] = field(default_factory=dict)  # see `stride_of`
 
     @property
     def dimensions(self) -> int:
@@ -193,7 +198,9 @@ def _rules(source: bytes) -> list[InputRule]:
 
 
 def _read_sizes(source: bytes, rules: dict[bytes, InputRule]) -> None:
-    for name, listed in _SIZES.findall(source):
+    for name, listed, strides in _SIZES.findall(source):
+        if name in rules:
+            rules[name].free_strides = _free_strides(strides)
         for dimension, size in enumerate(listed.split(b", ")):
             form = _SIZE.fullmatch(size)
             if form is None:  # the arguments of a function, so that those behind it have other places
@@ -202,6 +209,38 @@ def _read_sizes(source: bytes, rules: dict[bytes, InputRule]) -> None:
             if name in rules and symbol:
                 linear = LinearSize(symbol.decode(), int(factor or 1), int(offset or 0))
                 rules[name].sizes[dimension] = linear
+
+
+def _free_strides(listed: bytes) -> dict[int, ast.expr]:
+    found: dict[int, ast.expr] = {}
+    for dimension, stride in enumerate(listed.split(b", ")):
+        try:
+            formula = ast.parse(_OF_CPP.sub(b"", stride), mode="eval").body
+        except SyntaxError:  # a part of a function's arguments, as in `_read_sizes`
+            break
+        if not isinstance(formula, ast.Constant):
+            found[dimension] = formula
+    return found
+
+
+def stride_of(formula: ast.expr, sizes: Mapping[str, int]) -> int:
+    """Return the stride that a formula of free sizes gives, as `s7*(1 + 2*s8)`.
+
+    Raises:
+        LookupError: it has a size without a value, or another operation.
+    """
+    match formula:
+        case ast.BinOp(left, ast.Add(), right):
+            return stride_of(left, sizes) + stride_of(right, sizes)
+        case ast.BinOp(left, ast.Mult(), right):
+            return stride_of(left, sizes) * stride_of(right, sizes)
+        case ast.UnaryOp(ast.USub(), operand):
+            return -stride_of(operand, sizes)
+        case ast.Constant(int(number)):
+            return number
+        case ast.Name(name):
+            return sizes[name]
+    raise LookupError(type(formula).__name__)
 
 
 def _sources(package: Package) -> Iterator[bytes | None]:

@@ -172,16 +172,17 @@ class Doubled(torch.nn.Module):
     def forward(self, x, y, z):
         return torch.cat([x, x]) + y + torch.cat([z, z])
 
-rows = torch.export.Dim("b")
+rows, columns = torch.export.Dim("b"), torch.export.Dim("c")
 example = tuple(torch.zeros(count, 8) for count in (3, 6, 3))
-program = torch.export.export(Doubled(), example, dynamic_shapes=({0: rows}, {0: 2 * rows}, {0: rows}))
+sizes = tuple({0: count, 1: columns} for count in (rows, 2 * rows, rows))
+program = torch.export.export(Doubled(), example, dynamic_shapes=sizes)
 torch._inductor.aoti_compile_and_package(program, package_path=sys.argv[1])
 """
 
 
 @pytest.fixture(scope="module")
 def derived_sizes(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A package compiled with torch's defaults, for inputs of b, 2*b and b rows, which it adds."""
+    """A package compiled with torch's defaults, for inputs of b, 2*b and b rows of c, which it adds."""
     if shutil.which("g++") is None:
         pytest.skip("this needs g++")
     path = tmp_path_factory.mktemp("derived") / "net.pt2"
@@ -208,6 +209,15 @@ def test_sizes_of_several_inputs_are_compared(
         with pytest.raises(PredictionException, match=reason) as info:
             model(*(torch.rand(count, 8) for count in counts))
         assert info.value.error_code == 400
+
+
+def test_strides_that_follow_from_a_size_are_compared(derived_sizes: Path) -> None:
+    model = aot.load_package(str(derived_sizes), str(derived_sizes.parent), "cpu")
+    x, y = torch.rand(3, 8), torch.rand(6, 4)
+    torch.testing.assert_close(model(x[:1, :4], y[:2], x[:1, 4:]), x[:1, :4] + x[:1, 4:] + y[:2])
+    for wrong, found in {x[:, :4]: 8, x[:1, :4].expand(3, 4): 0}.items():
+        with pytest.raises(ValueError, match=rf"input 0 .* strides \[{found}, 1\], expected 4 at"):
+            model(wrong, y, torch.rand(3, 4))
 
 
 def test_torchs_own_binding_has_the_code_check_its_inputs(

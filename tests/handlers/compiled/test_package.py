@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import json
 import struct
@@ -20,6 +21,7 @@ from torchere.handlers.compiled.package import (
     holds_gil,
     read_package,
     read_rules,
+    stride_of,
 )
 
 FOLDER = "net/data/aotinductor/model/"
@@ -118,6 +120,25 @@ def test_sizes_that_follow_from_a_free_one_are_bound_by_it(tmp_path: Path) -> No
     assert first.sizes == {0: LinearSize("s7"), 1: LinearSize("s7", 2)}
     assert second.sizes == {0: LinearSize("s7", 2, 1), 1: LinearSize("s7", 1, -1), 2: LinearSize("s8")}
     assert (first.least, second.least) == ({0: 1, 1: 2, 2: 64}, {0: 3, 1: 0, 2: 20})
+
+
+@pytest.mark.parametrize(
+    ("listed", "expected"),
+    [
+        ("s7, 1L", {0: 7}),
+        ("64L*s7*s8, 64L*s8, 64L, 1L", {0: 64 * 56, 1: 64 * 8}),
+        ("s8*(8L + 16L*s7), (-1L) + s8, static_cast<int64_t>(s7*s7), 1L", {0: 8 * 120, 1: 7, 2: 49}),
+        ("s7, std::max(s7, 2L), s8", {0: 7}),
+    ],
+)
+def test_strides_follow_from_free_sizes(tmp_path: Path, listed: str, expected: dict[int, int]) -> None:
+    source = CHECKS + f'assert_size_stride(a, {{s7, s8, 64L}}, {{{listed}}}, "input");'
+    entries = {FOLDER + "a.wrapper.so": "code", FOLDER + "a.wrapper.cpp": source}
+    rule, _ = rules_of(write(tmp_path / "net.pt2", entries))
+    assert {at: stride_of(one, {"s7": 7, "s8": 8}) for at, one in rule.free_strides.items()} == expected
+    for formula in (*rule.free_strides.values(), ast.parse("s7 // 2", mode="eval").body):
+        with pytest.raises(LookupError):
+            stride_of(formula, {})
 
 
 def peak_bytes(work: Callable[[], object]) -> int:
