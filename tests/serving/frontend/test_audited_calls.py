@@ -227,7 +227,7 @@ def test_a_change_over_grpc_whose_message_can_not_be_decoded_is_audited(planes, 
 @pytest.mark.parametrize(("takes_effect", "outcome"), [(True, "done"), (False, "failed")])
 @pytest.mark.parametrize(("ended_by", "code"), [("its client", "CANCELLED"), ("a stop", "UNAVAILABLE")])
 def test_a_change_in_effect_is_done_though_its_call_is_ended(
-    planes, audited, monkeypatch, takes_effect, outcome, ended_by, code
+    planes, audited, monkeypatch, *, takes_effect, outcome, ended_by, code
 ):
     begun = asyncio.Event()
 
