@@ -151,7 +151,9 @@ attention, GELU and normalisations stay in fp32. So do the projections of `nn.Mu
 otherwise once its attention is plain layers, or whose own code reads the weights of torch's. Convolutions
 stay in fp32 by `int8-dynamic`, transposed ones always. By `int8-static` so do `nn.PReLU`, convolutions
 whose weights are computed (blur pooling) and, in TorchScript, sums and products with a number that would
-lose a bit or more (`x * 255`). A layer that was given back is named in the report.
+lose a bit or more (`x * 255`). In TorchScript layers stay in fp32 whose weights the model's own code reads,
+as a head `F.linear(x, self.embedding.weight)` does; by `int8-weight` and `int4-weight` with `--format aoti`,
+too. A layer that was given back or is read is named in the report.
 
 Dynamic int8 has one scale for all numbers that go into a layer, the rows of other requests among them: one
 with numbers far larger than usual moves the answers of its batch. The packer says so where it can be.
