@@ -413,14 +413,19 @@ def test_a_version_that_has_left_is_not_kept_alive_by_its_time_out(in_house: Any
     in_house(test)
 
 
+async def room_of_a_sleeper() -> tuple[rooms.Room, socket.socket, asyncio.Future[int]]:
+    """A room whose process only sleeps, the process's end of the room socket, and its exit code."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    process = await asyncio.create_subprocess_exec("sleep", "60")
+    exit_code = asyncio.ensure_future(process.wait())
+    output = asyncio.StreamReader()
+    output.feed_eof()
+    return rooms.Room(LaunchedProcess(process.pid, output, exit_code, lambda: None), ours), theirs, exit_code
+
+
 def test_the_silence_of_a_version_that_hangs_is_not_that_of_the_others() -> None:
     async def main() -> None:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        process = await asyncio.create_subprocess_exec("sleep", "60")
-        exit_code = asyncio.ensure_future(process.wait())
-        output = asyncio.StreamReader()
-        output.feed_eof()
-        room = rooms.Room(LaunchedProcess(process.pid, output, exit_code, lambda: None), ours)
+        room, theirs, exit_code = await room_of_a_sleeper()
         with theirs:
             versions: list[Any] = [
                 SimpleNamespace(key=ModelKey(name, "1.0"), room_lost=lambda: None)
@@ -440,12 +445,7 @@ def test_the_silence_of_a_version_that_hangs_is_not_that_of_the_others() -> None
 
 def test_a_room_that_sends_no_message_is_killed_and_not_read_on() -> None:
     async def main() -> None:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        process = await asyncio.create_subprocess_exec("sleep", "60")
-        exit_code = asyncio.ensure_future(process.wait())
-        output = asyncio.StreamReader()
-        output.feed_eof()
-        room = rooms.Room(LaunchedProcess(process.pid, output, exit_code, lambda: None), ours)
+        room, theirs, exit_code = await room_of_a_sleeper()
         with theirs:
             for _ in range(3):
                 theirs.send(b"hello")
