@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,7 +23,7 @@ from torchere.archiver.models.inputs.buffers import (
     unchanged_buffers,
 )
 from torchere.archiver.models.inputs.run import seeded
-from torchere.archiver.models.inputs.sizes import LARGEST, FreeSize, Tensors, resized
+from torchere.archiver.models.inputs.sizes import LARGEST, FreeSize, Tensors, identifier, resized
 from torchere.archiver.models.load.exported_program import unguarded_module
 from torchere.archiver.models.load.module import traceable_lengths
 from torchere.archiver.models.load.weight_only import with_plain_weights, without_torchao
@@ -196,7 +195,7 @@ def _shapes(example: Tensors, sizes: Sequence[FreeSize]) -> list[dict[int, Any]]
 
 
 def _dimension(free: FreeSize) -> Any:
-    name = re.sub(r"\W|^(?=\d)", "_", free.name)  # torch takes identifiers only, and inputs may be `scores.1`
+    name = identifier(free.name, free.places)
     if free.multiple == 1:
         return Dim(name, min=free.low, max=free.high)
     low, high = -(-free.low // free.multiple), free.high // free.multiple

@@ -199,12 +199,17 @@ def _signed_size(inputs: Sequence[TensorSpec], places: Sequence[tuple[int, int]]
     limit = common_limit([one for index, dimension in places for one in inputs[index].limits_of(dimension)])
     name = _name(inputs[place], at) or f"{inputs[place].name}_{at}"
     return FreeSize(
-        name if name.isidentifier() else f"size_{place}_{at}",  # torch.export takes no other names
+        identifier(name, places),
         tuple(places),
         limit.least,
         min(limit.most or LARGEST, LARGEST),
         limit.multiple,
     )
+
+
+def identifier(name: str, places: Sequence[tuple[int, int]]) -> str:
+    """Return the name of a size, or one of its first place: torch.export takes identifiers only."""
+    return name if name.isidentifier() else "size_{}_{}".format(*places[0])
 
 
 def _name(spec: TensorSpec, dimension: int) -> str:
