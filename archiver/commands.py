@@ -285,7 +285,7 @@ def _request(namespace: argparse.Namespace, old: Archive, folder: Path) -> Archi
 
 
 def _version(namespace: argparse.Namespace, old: Archive) -> str:
-    """Return the version of the new archive; raise ModelRefused if the old one's is none for a server."""
+    """Return the version of the new archive; raise ModelRefused if servers refuse the old one's."""
     version: str = namespace.version or old.manifest.model_version or DEFAULT_VERSION
     if not is_version(version):
         raise ModelRefused(

@@ -253,7 +253,7 @@ class ClientCall:
         )
 
     def pause_s(self, error: ClientError) -> float:
-        """Return the seconds to wait before the next attempt; raise the error if there is none."""
+        """Return the seconds to wait before the next attempt; raise the error of the last attempt."""
         self._attempts += 1
         pause_s = self._settings.retries.pause_s(error, self._attempts, self.remaining_s(), random.random())
         if pause_s is None:

@@ -129,7 +129,7 @@ def came_as_tensors(context: Context, row: int) -> bool:
 
 
 def block_of(config: Mapping[str, Any], name: str) -> Any:
-    """Return the value of `handler.<name>` in model-config.yaml; None where there is none."""
+    """Return the value of `handler.<name>` in model-config.yaml; None if it has no such block."""
     handler = config.get("handler")
     return handler.get(name) if isinstance(handler, Mapping) else None
 

@@ -64,7 +64,7 @@ class EnvironmentBuilder:
     async def build(
         self, model: str, directory: Path, manifest: Mapping[str, Any], config: Mapping[str, Any]
     ) -> Environment | None:
-        """Build the environment that an archive requests and the server allows; None if there is none.
+        """Build the environment that an archive requests; None if it requests or the server allows none.
 
         Args:
             model: the name of the model, for messages.

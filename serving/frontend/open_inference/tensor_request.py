@@ -183,7 +183,7 @@ def check_length(where: str, text: str) -> None:
 def flag(
     parameters: Mapping[str, object], name: str, where: str = "parameters", default: bool = False
 ) -> bool:
-    """Return the boolean called `name`; raise `InvalidRequest` for a value that is none."""
+    """Return the boolean called `name`; raise `InvalidRequest` for any other value."""
     value = parameters.get(name, default)
     if not isinstance(value, bool):
         raise InvalidRequest(f"{where}.{name}: found {shown(value)}, expected true or false")
