@@ -1,7 +1,7 @@
 """Spreads a model over ranks, by tensor parallelism, by pipeline parallelism, or by both.
 
-Every rank calls the model with the same inputs and gets the same result. With both, consecutive ranks share
-the layers of a stage.
+Every rank calls the model with the same inputs and gets the same result. With both, each stage has several
+consecutive ranks, and its weights are split over them.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ def spread(
         split: the number of ranks for each kind of parallelism; `RANK` and `WORLD_SIZE` are in the
             environment.
         device: where this rank computes.
-        weights: those of the model, in a file, a folder of `torch.distributed.checkpoint`, or S3; None: the
-            model's own.
+        weights: read from memory, a file, a folder of `torch.distributed.checkpoint`, or S3; None: those that
+            the model holds.
 
     Raises:
-        ModelRefused: the checkpoint is damaged, or that of another model; or S3 does not give the weights.
+        ModelRefused: the checkpoint is damaged or of another model, or weights can't be read from S3.
         ValueError: the number of ranks is not that of `split`, or the model can't be split like this.
     """
     mesh = join(split, device)
@@ -83,7 +83,7 @@ def join(split: Split, device: torch.device) -> DeviceMesh:
 def in_stages(
     model: torch.nn.Module, place: Place, mesh: DeviceMesh, device: torch.device, *, batched: bool
 ) -> None:
-    """Replace `forward` of a model that was `cut` by one that runs the model in all stages."""
+    """Replace the `forward` of a model after `cut`: the new one runs the model in all stages."""
     stages = Stages(model, place, mesh.get_group(PIPELINE), device, batched=batched)
 
     @functools.wraps(model.forward)  # callers read the names of its parameters

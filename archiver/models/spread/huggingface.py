@@ -1,7 +1,7 @@
 """Spreads Hugging Face folders over ranks: transformers splits the layers, and reads slices of weights.
 
-transformers' `DistributedConfig` and its meshes still move from release to release, so no other file uses
-them. transformers' own pipelines fit one form of language models only, so `stages.py` cuts the stages, as for
+transformers' `DistributedConfig` and its meshes still change from release to release, so no other file uses
+them. transformers' own pipelines fit only one form of language model, so `stages.py` cuts the stages, as for
 any other model.
 """
 
@@ -32,8 +32,9 @@ def spread_folder(path: Path, split: Split, device: torch.device) -> Any:
         device: where this rank computes.
 
     Raises:
-        ModelRefused: transformers, the model or its weights can't be used, or the model has no plan.
-        ValueError: the number of ranks is not that of `split`, or the model can't be split like this.
+        ModelRefused: transformers is missing or does not know the model, the weights can't be loaded, or the
+            model has no plan or can't be split like this.
+        ValueError: the number of ranks is not that of `split`.
     """
     if split.weights:
         raise ModelRefused(
@@ -106,7 +107,7 @@ def _class_of_rank(known: Any, split: Split, mesh: DeviceMesh, device: torch.dev
                 (split.pipeline, 1, split.tensor, 1),
                 mesh_dim_names=("pp", "dp_replicate", "efsdp", "ep"),
             )
-            # With a device, transformers wants accelerate.
+            # With a device, transformers requires the package accelerate.
             where = None if device.type == "cpu" else device
             return config, where, _distributed("utils").TransformersDeviceMesh(dense, experts)
 

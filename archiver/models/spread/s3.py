@@ -65,7 +65,7 @@ class _Wanted(NamedTuple):
     """A weight of the model."""
 
     stored: str  # its name in S3
-    dtype: torch.dtype  # of the model; the stored one may have another
+    dtype: torch.dtype  # in the model; the stored tensor may have another
 
 
 class FromS3:
@@ -194,7 +194,7 @@ class FromS3:
 
 
 def _stored_one(names: Sequence[str], there: Mapping[str, object]) -> str:
-    """Return the stored one of a shared weight's names: safetensors stores it once. Else the first name."""
+    """Return the name under which a shared weight is stored (safetensors stores it once), else the first."""
     ends = {name: f".{name}" for name in names}
     return next(
         (name for name in names if name in there or any(other.endswith(ends[name]) for other in there)),
@@ -213,10 +213,10 @@ class _Exchange:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
-        self._sent = torch.empty(0, dtype=torch.uint8)  # reused: freed, it would leave holes between weights
+        self._sent = torch.empty(0, dtype=torch.uint8)  # reused, as freeing it leaves holes between weights
 
     def columns(self, rows: torch.Tensor, shape: torch.Size, part: Part) -> torch.Tensor:
-        """Return this rank's columns of a weight of this shape; `rows` are its rows by `_own_rows`."""
+        """Return this rank's columns of a weight of this shape, given the rows that it has downloaded."""
         width = shape[1] // part.ranks
         if self._sent.numel() < rows.nbytes:
             self._sent = torch.empty(rows.nbytes, dtype=torch.uint8, device=rows.device)
@@ -239,7 +239,7 @@ class _Exchange:
 
 
 def _differing(etags: Sequence[str | None], device: torch.device) -> list[int]:
-    """Return the places of objects that ranks read in different versions; None: not read by this rank."""
+    """Return the indices of objects that ranks read in different versions; None: not read by this rank."""
     numbers = [
         _UNREAD if etag is None else int.from_bytes(hashlib.sha256(etag.encode()).digest()[:7], "big")
         for etag in etags

@@ -1,9 +1,9 @@
-"""Pipeline parallelism: each rank runs some layers of a model's list, and sends on the last one's output.
+"""Pipeline parallelism: each rank runs some layers of a model's list, and sends the next rank their output.
 
-Each rank runs the model's own code. The layers of other stages are emptied: the layer before a rank's own
-ones returns the message of the previous stage, earlier ones return tensors without content, and after its
-last own layer a rank leaves the model's code by an exception. So nothing is traced, and inputs may have any
-shape. Messages are trees of tensors and plain values (`Wire`).
+Each rank runs the model's own code, in which the layers of other stages are emptied. The layer just before
+the rank's own layers returns the message of the previous stage, and earlier layers return tensors without
+content. After the last of its own layers, a rank leaves the model's code by an exception. So nothing is
+traced, and inputs may have any shape. Messages are trees of tensors and plain values (`Wire`).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Place(NamedTuple):
     """The list of layers that is spread over the stages, and the index at which each stage begins."""
 
     name: str
-    bounds: list[int]  # one more than stages: the last is the number of layers
+    bounds: list[int]  # one more than there are stages; the last is the number of layers
 
     def layers(self, model: torch.nn.Module) -> Iterator[tuple[int, torch.nn.Module]]:
         """Yield the layers with their numbers."""
@@ -44,10 +44,10 @@ class Place(NamedTuple):
 def stage_bounds(model: torch.nn.Module, stages: int) -> Place:
     """Return the list of layers to spread, and the bounds of stages of about equal length.
 
-    The list is the `ModuleList` or `Sequential` with most weights, as in transformers.
+    The list is the `ModuleList` or `Sequential` with the most weights.
 
     Raises:
-        ValueError: the model has no such list that is as long as the number of stages.
+        ValueError: no such list has at least as many layers as there are stages.
     """
     kinds = (torch.nn.ModuleList, torch.nn.Sequential)
     lists = [
@@ -67,7 +67,7 @@ def cut(model: torch.nn.Module, place: Place, stage: int) -> None:
     """Remove the weights, submodules and hooks of other stages' layers from a model."""
     for number, layer in place.layers(model):
         if not place.bounds[stage] <= number < place.bounds[stage + 1]:
-            # The layer itself stays: models read settings of their layers between calls.
+            # The layer itself stays, because a model's code may read settings of its layers.
             for held in (layer._modules, layer._parameters, layer._buffers):
                 held.clear()
             layer._forward_pre_hooks.clear()
@@ -89,7 +89,7 @@ class Stages:
         place: the result of `stage_bounds` for the whole model.
         group: the ranks, one for each stage.
         device: where this rank computes.
-        batched: the rows of the inputs are independent, so that micro-batches of them may be run.
+        batched: whether the rows of the inputs are independent, so that they may run in micro-batches.
     """
 
     def __init__(
@@ -122,24 +122,24 @@ class Stages:
 
         self._result = Wire(to_all, to_all, device)
         self._incoming: Any = None
-        self._has_incoming = False  # it was received in this run
-        self._has_begun = False  # the layer before the first own one has returned
+        self._has_incoming = False  # whether `_incoming` was received in this run
+        self._has_begun = False  # whether the layer before this rank's first one has returned
         self._model_forward = model.forward
         for number, layer in place.layers(model):
             self._take_part(layer, number, place.bounds[stage], place.bounds[stage + 1] - 1)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model: a batch passes the stages in micro-batches, several of them at once.
+        """Run the model; with several micro-batches, the stages work on different ones at the same time.
 
         Raises:
-            Exception: the model's own, or `OtherStageFailed`. It is raised in all ranks.
+            Exception: the model's error in the rank where it failed, `OtherStageFailed` in all other ranks.
         """
         leaves, spec = pytree.tree_flatten((args, kwargs))
         outputs: list[Any] = []
         failure: Exception | None = None
         for part in _parts_of(leaves, self._parts):
             self._has_incoming, self._has_begun = False, self._is_first
-            if failure is not None:  # the other stages wait for a message for each part
+            if failure is not None:  # the other stages wait for one message per part
                 self._tell(failure)
                 continue
             try:
@@ -157,7 +157,7 @@ class Stages:
             result = self._model_forward(*args, **kwargs)
         except _Handed:
             return None
-        except (AttributeError, KeyError) as error:  # a part of a layer that this stage does not have
+        except (AttributeError, KeyError) as error:  # the model's code uses a layer that this stage lacks
             raise ValueError(f"{_UNFIT} (here: {type(error).__name__}: {error})") from error
         if not self._is_last or any(_is_hole(leaf) for leaf in pytree.tree_leaves(result)):
             raise ValueError(_UNFIT)
@@ -180,7 +180,7 @@ class Stages:
             elif failure is None:
                 result = _joined(outputs)
                 self._result.send(result)
-        except Exception as error:  # the other ranks wait for a result, or for this
+        except Exception as error:  # the other ranks wait for a result or a failure
             failure = failure or error
         if failure is not None:
             if self._is_last:
@@ -260,7 +260,7 @@ def _joined(outputs: Sequence[Any]) -> Any:
     return pytree.tree_unflatten(joined, flat[0][1])
 
 
-# Sends trees of tensors between ranks: from one stage to the next, and the result to all.
+# Trees of tensors are sent between ranks: from one stage to the next, and the result to all ranks.
 
 
 @dataclass(frozen=True)
@@ -272,17 +272,18 @@ class _Form:
 
 
 class OtherStageFailed(RuntimeError):
-    """The sender has failed; the text is that of its error."""
+    """Another stage has failed; the text contains its error."""
 
 
 class Wire:
     """A one-way channel between ranks. Each message is a number, and the content that it announces.
 
-    A positive number announces the tree's structure, and after it the tree's tensors; 0 the tensors alone,
-    because the structure is that of the previous message; a negative one the text of an error.
+    A positive number is the size in bytes of the tree's structure, which the tree's tensors follow. 0 means
+    that the tensors follow at once, with the structure of the previous message. A negative number is minus
+    the size of an error text.
 
     Args:
-        put: sends a tensor, or begins to.
+        put: sends a tensor, or starts to send it.
         get: receives into a tensor.
         device: where the backend wants tensors.
     """
@@ -300,7 +301,7 @@ class Wire:
         """Send a tree of tensors and plain values.
 
         Raises:
-            Exception: it can't be sent, as one with other values; nothing was sent.
+            Exception: the tree can't be sent, for example because of its values; nothing was sent.
         """
         leaves, spec = pytree.tree_flatten(tree)
         for leaf in leaves:
@@ -309,7 +310,7 @@ class Wire:
                     f"{SECTION}: a {type(leaf).__name__} can't be sent from one stage to the next"
                 )
         form = (spec, [_Form(tuple(leaf.shape), leaf.dtype) if _is_tensor(leaf) else leaf for leaf in leaves])
-        # All that may fail comes first.
+        # Steps that may fail come before the first `put`.
         tensors = [leaf.to(self._device).contiguous() for leaf in filter(_is_tensor, leaves)]
         if form == self._last:
             self._announce(0)
@@ -363,7 +364,7 @@ class Wire:
 def _told(form: Any) -> Any:
     """Return a `_Form` as JSON values, other leaves unchanged.
 
-    Not as a pickle, which would let one machine run code on another.
+    A pickle would let one machine run code on another.
     """
     return [list(form.shape), str(form.dtype).removeprefix("torch.")] if isinstance(form, _Form) else form
 

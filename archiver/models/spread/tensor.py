@@ -1,6 +1,6 @@
 """Tensor parallelism: which layers are split by which style, and how a layer computes with its part.
 
-Parts are plain tensors, and a layer that is split by rows sums up with one `all_reduce`. Torch's own
+Parts are plain tensors, and a layer that is split by rows sums its output with one `all_reduce`. Torch's own
 `parallelize_module` was slower: its distributed tensors choose for each call how to move data, and gather
 weights for inputs of two dimensions (decision 38).
 """
@@ -42,11 +42,11 @@ class Part:
 def split_layers(
     model: torch.nn.Module, styles: Mapping[str, str], group: dist.ProcessGroup
 ) -> dict[str, Part]:
-    """Let the layers compute with a part of their weights; return the part of each weight, by each name.
+    """Let the layers compute with a part of their weights; return each weight's part by each of its names.
 
     Args:
-        model: the weights stay whole; the caller replaces them by their parts. Layers that `cut` has removed
-            or emptied are skipped.
+        model: its weights stay whole until the caller replaces them by their parts. Layers that `cut` has
+            removed or emptied are skipped.
         styles: see `styles_of`.
         group: the ranks that share each layer.
 
@@ -78,9 +78,9 @@ def split_layers(
 
 
 def _check_parts(model: torch.nn.Module, parts: Mapping[str, Part]) -> None:
-    """Raise ValueError for a weight that stays whole, or that another layer has with another part or whole.
+    """Raise ValueError if a weight to split is not a parameter, or layers that share it split it differently.
 
-    A layer that computes with a part would give wrong outputs with such a weight, and no error.
+    Otherwise a layer would compute with a wrong part of the weight, and give wrong outputs without an error.
     """
     weights = dict(model.named_parameters(remove_duplicate=False))
     for name in parts:
@@ -100,14 +100,14 @@ def _check_parts(model: torch.nn.Module, parts: Mapping[str, Part]) -> None:
 def _dimension(layer: torch.nn.Module, style: str) -> int:
     """Return the dimension of the weight that is split.
 
-    The weight of a linear layer has its inputs in the second dimension, that of an embedding its outputs.
+    Dimension 1 is that of the inputs in the weight of a linear layer, and of the outputs in an embedding's.
     """
     return int(("rowwise" in style) == isinstance(layer, torch.nn.Linear))
 
 
 @dataclass(frozen=True)
 class _Call:
-    """The `forward` of a layer that is split; its input has the name that torch gives it."""
+    """The `forward` of a layer that is split; its parameter has the same name as in torch, `input`."""
 
     run: Callable[[_Call, torch.Tensor], torch.Tensor]
     layer: Any
@@ -144,7 +144,7 @@ def _columns(call: _Call, given: torch.Tensor) -> torch.Tensor:
 def _rows(call: _Call, given: torch.Tensor) -> torch.Tensor:
     if call.style == "rowwise_rep":
         given = given.tensor_split(dist.get_world_size(call.group), -1)[call.rank]
-    bias = call.layer.bias if call.rank == 0 else None  # once in the sum
+    bias = call.layer.bias if call.rank == 0 else None  # added by one rank, to be in the sum once
     return call.summed(functional.linear(given, call.layer.weight, bias))
 
 
@@ -155,8 +155,8 @@ def _features(call: _Call, words: torch.Tensor) -> torch.Tensor:
 def _words(call: _Call, words: torch.Tensor) -> torch.Tensor:
     count = call.layer.weight.shape[0]
     outside = (words < 0) | (words >= call.layer.num_embeddings)
-    if words.device.type == "cpu" and bool(outside.any()):  # else its row of the sum would be zero
-        raise IndexError("index out of range in self")  # torch's words
+    if words.device.type == "cpu" and bool(outside.any()):  # otherwise the sum would be 0 for it
+        raise IndexError("index out of range in self")  # the text of torch
     own = words - call.rank * count
     is_own = (own >= 0) & (own < count)
     found = functional.embedding(own.where(is_own, 0), call.layer.weight)
@@ -164,7 +164,7 @@ def _words(call: _Call, words: torch.Tensor) -> torch.Tensor:
 
 
 def styles_of(model: torch.nn.Module, plan: str | Mapping[str, str], ranks: int) -> dict[str, str]:
-    """Return the style of each layer that is split, by its name, the first of several.
+    """Return the style of each layer to split, by the layer's name; if it has several, by the first.
 
     Raises:
         ValueError: no layer is split, a pattern matches no layer, or a layer can't be split by the number of
@@ -207,7 +207,7 @@ def _check(layer: torch.nn.Module, name: str, style: str, ranks: int) -> None:
 
 
 def _pairs(model: torch.nn.Module) -> dict[str, str]:
-    """Find pairs of linear layers in which only the second reads the first, through elementwise functions.
+    """Find pairs of linear layers: only the second reads the first, directly or by elementwise functions.
 
     The first is split by columns and the second by rows, so that a pair needs one `all_reduce`.
     """

@@ -1,7 +1,7 @@
-"""Gives each rank its own part of the weights: a model is made without them, and a rank reads its slices.
+"""Gives each rank its own part of the weights: a model is made without weights, and a rank reads its slices.
 
-So no rank holds the whole model at any time. On a CPU a tensor that a rank keeps whole stays memory-mapped,
-and the ranks share its pages; slices are copies, since a view of a slice would keep the pages around it in
+So no rank holds the whole model at any time. On a CPU, a tensor that a rank keeps whole stays memory-mapped,
+and the ranks share its pages. Slices are copies, because a view of a slice would keep the pages around it in
 memory.
 """
 
@@ -44,8 +44,8 @@ class StateDict:
     """A state dict in memory, or memory-mapped from a file.
 
     Args:
-        read: returns the state dict. If it may be mapped, it is read twice: tensors that stay whole come from
-            the first mapping, and parts are copied from the second, whose pages are given back.
+        read: returns the state dict. With `may_be_mapped` it is called twice: tensors that stay whole come
+            from the first mapping, and parts are copied from the second, whose pages are given back.
         may_be_mapped: whether `read` may map a file.
     """
 
@@ -79,7 +79,7 @@ def _mapped_files() -> list[range]:
         lines = [line.split() for line in _MAPS.read_text().splitlines()]
     except OSError:
         return []
-    places = [line[0].partition("-") for line in lines if line[4] != "0"]  # the inode; memory has none
+    places = [line[0].partition("-") for line in lines if line[4] != "0"]  # the inode; 0: no file
     return [range(int(first, 16), int(end, 16)) for first, _, end in places]
 
 
@@ -198,7 +198,7 @@ def fill(model: torch.nn.Module, weights: Weights, parts: Mapping[str, Part], de
 def fill_from_shards(
     model: torch.nn.Module, folder: Path, parts: Mapping[str, Part], mesh: DeviceMesh, device: torch.device
 ) -> None:
-    """Do as `fill`, from a folder of `torch.distributed.checkpoint`; only this rank's parts are read.
+    """Do as `fill` with the weights of a `torch.distributed.checkpoint`; only this rank's parts are read.
 
     Args:
         model: see `fill`.
@@ -208,11 +208,11 @@ def fill_from_shards(
         device: see `fill`.
 
     Raises:
-        ModelRefused: the checkpoint is damaged, or that of another model.
+        ModelRefused: the checkpoint is damaged, or is that of another model.
     """
     fill(model, _Unread(model), parts, device)
-    # For a distributed tensor, the reader finds out which part of the file to read. Imported here, because
-    # ranks with other weights do without, and it takes half a second.
+    # For a distributed tensor, the reader finds out which part of the file to read. Imported here, because it
+    # takes half a second, and only ranks with such a folder need it.
     from torch.distributed.tensor import DTensor, Shard  # noqa: PLC0415
 
     from torchere.archiver.models.load.distributed import read_parts  # noqa: PLC0415
