@@ -51,21 +51,21 @@ def verify(
     """Time both models in turns, and compare their outputs on the samples.
 
     Not thread-safe: sets torch's number of threads. Does not check the drift; see `refuse_drift`.
-    The models are timed before they see the samples, the smallest batch first, as a server runs them.
+    The models are timed before the comparison, the smallest batch first: the first runs decide their speed.
 
     Args:
         original: takes the tensors of a sample as positional arguments.
-        packed: likewise; freshly loaded as the server will load it.
+        packed: called likewise; freshly loaded as the server will load it.
         samples: at least one.
         max_drift: the largest drift at which the report is accepted. See `max_drift_of`.
         batched: see `times_by_batch`.
-        sizes: of the batches to time; see `batch_sizes`.
+        sizes: the batch sizes to time; see `batch_sizes`.
         names: the names of both models, for the table.
-        files: of both models, for their sizes.
+        files: the files of both models, whose sizes are reported.
         loads: the load options of both files.
         notes: how the packed model was made, for the JSON.
         fp32: the fastest form in fp32 that packing would make instead, freshly loaded; timed, not compared.
-        timed: to time the models with, instead of `samples`.
+        timed: inputs to time the models with, instead of `samples`.
         say: takes a line about progress now and then.
 
     Raises:
@@ -95,7 +95,7 @@ def verify(
 
 @contextlib.contextmanager
 def _as_before(models: Sequence[Callable[..., Any]]) -> Iterator[None]:
-    """Restore the buffers at block exit, so that models that keep state are compared from the same one."""
+    """Restore the buffers at block exit, so that models that keep state are compared from the same state."""
     with contextlib.ExitStack() as stack:
         for model in models:
             if isinstance(model, torch.nn.Module):
@@ -109,7 +109,7 @@ def with_memory(
     loads: tuple[TorchScriptOptions, TorchScriptOptions],
     sample: tuple[torch.Tensor, ...],
 ) -> Report:
-    """Add the memory of both files that are TorchScript; each is loaded in a process of its own."""
+    """Add the memory that each TorchScript file of the two takes, measured in a process of its own."""
     original, packed = resident_bytes(files, loads, sample)
     return replace(
         report,
@@ -122,8 +122,8 @@ def refuse_drift(report: Report, quantised: bool = True) -> None:
     """Raise ModelRefused unless the report is accepted; the message gives the drift and the reason.
 
     Args:
-        report: of the packed model.
-        quantised: the packed model is quantised; the message advises on that, else on the format.
+        report: the report on the packed model.
+        quantised: whether the packed model is quantised; if not, the message advises on the format.
     """
     if not report.accepted:
         raise ModelRefused(f"{reason_of(report, quantised)}; --accept-drift packs it all the same")
@@ -140,10 +140,10 @@ def refuse_other_sizes(
 ) -> None:
     """Raise ModelRefused when the packed model answers differently at another size than the example's.
 
-    A compiler may have fixed a size that is said to be free, as the number of steps of an unrolled loop; the
-    shapes of the answers need not show it. In static int8, values that grow with a size leave the ranges of
-    the samples. A size that the original does not take is left out. Both models get the same random numbers.
-    `quantised` chooses the advice, as in `refuse_drift`.
+    A compiler may have fixed a size that is declared free, such as the number of steps of an unrolled loop,
+    even if the outputs have the right shapes. In static int8, values that grow with a size leave the ranges
+    of the samples. Sizes that the original does not accept are skipped. Both models get the same random
+    numbers. `quantised` chooses the advice, as in `refuse_drift`.
     """
 
     def work(tell: Say, _say: Say) -> str:
@@ -181,7 +181,7 @@ def refuse_other_sizes(
 
 
 def _worst(wanted: Outputs, found: Outputs) -> str:
-    """Return which of several outputs drifts most: of indices, few may change places by a small drift."""
+    """Name the output of several that drifts most, with its datatype: small errors can exchange indices."""
     if len(wanted) == 1:
         return ""
     drifts = [difference([((one,), (other,))]).drift for one, other in zip(wanted, found, strict=True)]

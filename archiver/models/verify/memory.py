@@ -2,11 +2,11 @@
 
     python -m torchere.archiver.models.verify.memory ANSWER EXAMPLE FILE OPTIONS [FILE OPTIONS ...]
 
-The sum of the model's tensors would miss weights that are packed a second time for an engine, and buffers.
+The sizes of the model's tensors would leave out working memory, and copies of weights packed for an engine.
 The options are `TorchScriptOptions` as JSON. One process imports torch, and forks a child for each file.
 
-Anonymous memory is counted, without the pages of torch's libraries: a child has none of those at first, so
-that it would count 10 MB of code for a model of any size, which all models of a machine share.
+Only anonymous memory is counted. A forked child has no pages of torch's libraries at first, so their 10 MB of
+code, which all processes of a machine share, would be counted for a model of any size.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from torchere.archiver.scan.weights import TORCHSCRIPT, classify_file
 from torchere.archiver.torchscript_options import TorchScriptOptions
 
 _TIMEOUT_S = 600  # for each file
-_STATM = Path("/proc/self/statm")  # Linux; second field: resident pages, third: those of files and shared
+_STATM = Path("/proc/self/statm")  # second field: resident pages, third: those of files or shared memory
 
 
 def resident_bytes(

@@ -17,13 +17,13 @@ from torchere.archiver.models.measure.difference import Difference
 
 REPORT_NAME = "MAR-INF/report.json"
 FORMAT = 1
-_CHANNEL = 1.6  # a single channel may drift so many times as far as the outputs as a whole
+_CHANNEL = 1.6  # a single channel may drift this many times as far as all outputs together
 _NOTHING = "-"
 
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """The measurements of one of the two models."""
+    """The measurements of one form of the model."""
 
     name: str  # "original", "fp32", "packed", or an archive's name
     size_bytes: int | None  # of the file; None without a file
@@ -33,10 +33,10 @@ class Side:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """The machine of the measurements."""
+    """The machine that the models were measured on."""
 
     cpu: str
-    isa: str  # torch's name of the vector instructions that it uses: "AVX2", "AVX512", "NEON"
+    isa: str  # torch's name for the vector instructions that it uses: "AVX2", "AVX512", "NEON"
     vnni: bool
     torch: str
 
@@ -54,7 +54,7 @@ class Report:
     fp32: Side | None = None  # the fastest fp32 form that packing would make instead; None: not made
     engine: str | None = None  # `torchscript.quantized_engine`
     optimized: bool = False  # `torchscript.optimize_for_inference`
-    notes: tuple[str, ...] = ()  # how the packed model was made; JSON only
+    notes: tuple[str, ...] = ()  # how the packed model was made; not in the table
     doubts: tuple[str, ...] = ()  # reasons why the comparison is not meaningful
 
     @property
@@ -135,7 +135,7 @@ def _finite(value: Any) -> Any:
 
 
 def _bytes_row(what: str, sizes: list[int | None]) -> list[list[str]]:
-    """Return the row of a table; no row if nothing was measured."""
+    """Return the table's row in a list, which is empty if nothing was measured."""
     if all(size is None for size in sizes):
         return []
     shown = [_NOTHING if size is None else f"{size / 1e6:.2f} MB" for size in sizes]
@@ -155,9 +155,9 @@ def _ratio(one: float | None, other: float | None, less: str, more: str) -> str:
 
 
 def likeness(found: Difference) -> str:
-    """Return top1 and cosine as text; "" where an output has neither.
+    """Return top1 and cosine as text; "" without either of them.
 
-    It says "largest value", not "class": outputs [rows, values] may be those of a forecaster or an encoder.
+    The text says "largest value", not "class": outputs [rows, values] may be a forecaster's or an encoder's.
     """
     parts = []
     if found.top1 is not None:
