@@ -32,9 +32,9 @@ from torchere.archiver.models.quantize.reads import KEPT_AS_READ, read_elsewhere
 from torchere.archiver.models.quantize.static import LAYERS, calibrate
 from torchere.archiver.models.steps import Say, counted, line_of, silent
 
-_AS_FAST = 1.05  # engines within this multiple of the least time count as equally fast
-# A multiple of the least drift of all engines. Some engines use one bit less for activations, which doubles
-# the drift; an engine whose sums overflow is further off.
+_AS_FAST = 1.05  # engines within this multiple of the shortest time count as equally fast
+# A multiple of the smallest drift of all engines. Some use one bit less for activations, which doubles the
+# drift; an engine whose sums overflow drifts much further.
 _AGREES_WITHIN = 3.0
 _WITHOUT_ENGINE = "take --format aoti, which needs none, or leave --quantize out"
 
@@ -50,7 +50,7 @@ class Measured:
     method: str  # "int8-static", "int8-dynamic"
     engine: str
     latency_ms: float  # processor time of one row, the mean over different shapes; 0 when it failed
-    drift: float  # of its outputs from fp32 ones, see Difference.drift; infinite when it failed
+    drift: float  # of its outputs from those in fp32, see Difference.drift; infinite when it failed
     failure: str = ""  # why it does not run
 
     @property
@@ -62,8 +62,8 @@ class Measured:
 def choose(candidates: Sequence[Measured], max_drift: float) -> Measured:
     """Return the fastest candidate that agrees with fp32; among equally fast engines, torch's default.
 
-    For many models several engines run the same kernels (`x86` calls `fbgemm`): which of them measures faster
-    changes from run to run, and the next packing must not choose another one.
+    For many models, several engines run the same kernels (`x86` calls `fbgemm`). The faster of these changes
+    from run to run, and the next packing must not choose another one.
 
     A candidate agrees when its drift is at most `max_drift`, and not much more than that of the best engine
     for its method: an engine whose arithmetic overflows on this processor is not chosen, however fast. When
@@ -98,7 +98,7 @@ def measured(
         method: name of the method, for the records.
         packed: TorchScript with int8 weights.
         judge: returns the drift of a model from fp32.
-        calls: arguments of one row, one for each shape to time the model with.
+        calls: arguments of one row each, one of them for each shape to time the model with.
     """
     found = {engine: Measured(method, engine, 0.0, float("inf")) for engine in supported()}
     running: dict[str, Any] = {}
@@ -164,7 +164,7 @@ class Maker:
     judged: Samples
     max_drift: float
     say: Say = silent
-    timed: Samples = ()  # to time engines with, instead of `judged`
+    timed: Samples = ()  # samples to time engines with, instead of `judged`
 
     def candidate(self, method: str) -> Candidate:
         """Quantise the model by this method; if it drifts too far, leave the most harmful layers in fp32."""
@@ -210,7 +210,7 @@ class Maker:
         return sensitivities(module, rows, _MIXABLE[method], self.say), MOST_KEPT * weights
 
     def _folded(self, method: str) -> nn.Module:
-        """Return the model with the layers that the method changes, under their names."""
+        """Return the model whose layers the method changes, with the names that it uses for them."""
         module, given = self.opened.module, (*self.samples, self.model.example)
         return fold(module, given[0]).module if method == "int8-static" else module
 
@@ -298,7 +298,7 @@ def _trained(model: nn.Module, _samples: Samples, _kept: Collection[str], _say: 
     return trained(model), "as it was trained"
 
 
-# From the model in fp32 to int8 with the `kept` layers in fp32, and a note for the user.
+# Each returns the model in int8, except for the `kept` layers, and a note for the user.
 _CONVERTERS: dict[str, Callable[[nn.Module, Samples, Collection[str], Say], tuple[nn.Module, str]]] = {
     "int8-dynamic": _dynamic,
     "int8-static": _static,
@@ -349,7 +349,7 @@ class Sensitive:
     """A layer, and the drift of the model if only this layer is int8."""
 
     name: str
-    drift: float  # of the model with only this layer in int8
+    drift: float
     weights: int
 
 
@@ -411,7 +411,7 @@ def search(
     wanted: float,
     drift_with: Callable[[frozenset[str]], float],
 ) -> frozenset[str]:
-    """Select the layers to leave in fp32 so that the drift is at most `wanted`, or the least found.
+    """Select the layers to leave in fp32 so that the drift is at most `wanted`, or the smallest found.
 
     Args:
         layers: see `to_give_back`.

@@ -72,7 +72,7 @@ def dynamic(module: nn.Module, kept: Collection[str] = ()) -> tuple[nn.Module, i
     quantised: nn.Module = quantize_dynamic(  # type: ignore[no-untyped-call]
         nn.Sequential(copy.deepcopy(module)).eval(), plan, dtype=torch.qint8
     )[0]
-    # torch converts a layer with several names for the first of them only, or for some anew.
+    # torch converts a layer with several names only under the first, or again under some of the others.
     first = {id(layer): name for name, layer in layers.items() if f"0.{name}" in plan}
     for name, layer in module.named_modules(remove_duplicate=False):
         if first.get(id(layer), name) != name:
@@ -100,7 +100,7 @@ def _nothing_to_flatten() -> None:
 def large_embeddings(module: nn.Module) -> frozenset[str]:
     """Return the names of the embeddings that `dynamic` quantises.
 
-    A model that uses others of their attributes than `embedding_dim` and `num_embeddings` needs them in fp32.
+    A model that uses more of their attributes than `embedding_dim` and `num_embeddings` needs them in fp32.
     """
     return frozenset(name for name, layer in module.named_modules() if _is_large_embedding(layer))
 

@@ -1,4 +1,4 @@
-"""`--quantize`: quantise a model by the method and for the engine that measure best on its samples."""
+"""`--quantize`: quantise a model by one method; for TorchScript, choose the engine that measures best."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def quantise(
 
     Args:
         model: eager, in fp32; for "int8-trained" also TorchScript.
-        method: a key of `METHODS`, except those that choose among others (`tries`).
+        method: a key of `METHODS`, except those that choose from other methods (`tries`).
         samples: arguments of the model, each with a batch dimension if the model accepts batches. Without
             samples, engines are compared on `model.example`.
         target: the format of the packed model. TorchScript uses FX and PyTorch's int8 engines; the other
@@ -196,8 +196,8 @@ def check_quantised(module: nn.Module, method: str | None, target: str) -> str:
     """Check a model's weights; return a line about those of torchao for the user, or "".
 
     Raises:
-        ModelRefused: they are of torchao, and `method` or the format `target` would lose their bits; or none
-            is of FP32, and `method` starts from that.
+        ModelRefused: torchao made them, and `method` or the format `target` would change them; or none is
+            FP32, from which `method` starts.
     """
     quantised = torchao_kinds(module)
     if method and (quantised or (method != "int8-trained" and not METHODS[method].tries)):

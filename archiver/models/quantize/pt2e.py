@@ -34,7 +34,7 @@ _LAYERS = {
     torch.ops.aten.linear.default,
 }
 _SUMS = {torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor}
-# The layers that torchao finds by their module, as a graph names these.
+# The layers that torchao finds by the class of their module, as a graph names it.
 _MODULES = {f"{kind.__module__}.{kind.__qualname__}" for kind in (nn.Linear, nn.Conv2d)}
 _PT2E = "torchao.quantization.pt2e.quantize_pt2e"
 _QUANTIZER = "torchao.quantization.pt2e.quantizer.x86_inductor_quantizer"
@@ -51,7 +51,7 @@ def quantised_program(
 
     Args:
         module: eager, in fp32; it is not modified.
-        samples: arguments to measure the range of activations, at least one; if `dynamic`, the first is used.
+        samples: arguments to measure the range of activations on, at least one; if `dynamic`, only the first.
         inputs: the signature of the inputs, whose free dimensions stay free.
         dynamic: measure the range of activations at each call.
         say: takes a line about progress now and then.
@@ -111,7 +111,7 @@ def _folded(module: nn.Module, example: tuple[torch.Tensor, ...]) -> nn.Module:
 def call_each_once(graph: fx.GraphModule, but: tuple[type[nn.Module], ...] = ()) -> dict[str, str]:
     """Give each further call of a layer a copy that shares its weights: torch would treat all calls as one.
 
-    Return the name of each copy with that of its layer. Layers whose type is in `but` are not copied.
+    Return the layer's name by the name of each copy. Layers whose type is in `but` are not copied.
     """
     called: set[str] = set()
     copies: dict[str, str] = {}
@@ -150,10 +150,10 @@ def _keep_inputs(graph: fx.GraphModule) -> None:
 
 
 def _keep_normalisations(graph: fx.GraphModule) -> None:
-    """Hide each batch normalisation from torchao that it would fold wrongly, behind a view of its input.
+    """Hide from torchao each batch normalisation that it would fold wrongly, behind an alias of its input.
 
-    torchao changes the layer for all its readers, and a weight or bias that several layers share for the
-    first normalisation only. Of a transposed convolution with groups it takes the wrong channels.
+    torchao changes the layer for all nodes that read it, but a weight or bias that layers share only for the
+    first normalisation. In a transposed convolution with groups it changes the wrong channels.
     """
     for node in graph.graph.find_nodes(op="call_function", target=torch.ops.aten.batch_norm.default):
         layer = node.args[0]
@@ -164,7 +164,7 @@ def _keep_normalisations(graph: fx.GraphModule) -> None:
 
 
 def _keep_sums(graph: fx.GraphModule) -> None:
-    """Hide a layer from torchao in a sum with a number, which it would take for a sum of two tensors."""
+    """Hide a layer from torchao if a number is added to its output: torchao would expect a second tensor."""
     for node in list(graph.graph.nodes):
         if node.target in _SUMS and not all(isinstance(operand, fx.Node) for operand in node.args[:2]):
             hide_from(node, node.all_input_nodes[0])
@@ -210,9 +210,9 @@ def _exported(
 
 @contextlib.contextmanager
 def _without_training(pt2e: Any) -> Iterator[None]:
-    """Have torchao not look for normalisations of quantised training, which no archive holds.
+    """Keep torchao from looking for normalisations of quantised training, which no archive holds.
 
-    It exports 96 patterns for that, 15 s long, if one normalisation is left in the graph.
+    If a normalisation is left in the graph, torchao exports 96 patterns for that, which takes 15 s.
     """
     kept = getattr(pt2e, "_fold_conv_bn_qat", None)
     pt2e._fold_conv_bn_qat = lambda graph: graph

@@ -1,4 +1,4 @@
-"""Finds the layers whose weight a model's own code reads, as a head that multiplies by its embedding does.
+"""Finds the layers whose weight a model's own code reads, such as an embedding that its head multiplies by.
 
 A layer in int8 has no weight in fp32 that other code could read.
 """
@@ -25,15 +25,15 @@ def read_elsewhere(
 ) -> dict[str, bool]:
     """Return those of the layers whose `weight` is read outside of their `forward` in a run on the example.
 
-    Not thread-safe: the layers have another `forward` meanwhile.
+    Not thread-safe: the layers have another `forward` during the run.
 
     Args:
-        module: eager; it is as before afterwards.
+        module: eager; it is unchanged afterwards.
         example: arguments of the model.
         layers: layers of the model with a `weight`, by name.
 
     Returns:
-        By name, whether the values of the weight are read; False: its type, shape or device alone.
+        By name, whether the values of the weight are read; False: only its type, shape or device.
     """
     if not layers:
         return {}
@@ -42,7 +42,7 @@ def read_elsewhere(
         for layer in layers.values():
             watched.enter_context(_noted(layer, reads.running))
         watched.enter_context(unchanged_buffers(module))
-        # A model that fails under the watch is refused, or not, where it runs without.
+        # If the model fails here, the packer finds out, and refuses it, where it runs without this watch.
         watched.enter_context(contextlib.suppress(Exception))
         with torch.no_grad(), reads:
             module(*copies(example))
@@ -50,13 +50,13 @@ def read_elsewhere(
 
 
 class _Reads(TorchFunctionMode):
-    """Sees the functions of torch that get the weight of a layer which does not run."""
+    """Records the layers whose weight is an argument of a function of torch while the layer does not run."""
 
     def __init__(self, layers: Mapping[str, nn.Module]) -> None:
         super().__init__()
         self.running: list[nn.Module] = []
         self.found: dict[str, bool] = {}
-        self._layers: dict[int, dict[str, nn.Module]] = {}  # by the id of their weight, which may be common
+        self._layers: dict[int, dict[str, nn.Module]] = {}  # by the id of the weight, which layers may share
         for name, layer in layers.items():
             self._layers.setdefault(id(layer.weight), {})[name] = layer
 
@@ -73,7 +73,7 @@ class _Reads(TorchFunctionMode):
 
 @contextlib.contextmanager
 def _noted(layer: nn.Module, running: list[nn.Module]) -> Iterator[None]:
-    """Have the layer in the list while its `forward` runs, which some models call themselves."""
+    """Keep the layer in the list while its `forward` runs: hooks would miss direct calls of `forward`."""
     own: Any = layer.__dict__.get("forward")
     forward = layer.forward
 

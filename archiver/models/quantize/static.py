@@ -54,7 +54,7 @@ WEIGHT_LIMIT = 64  # 7 bits: -64 ... 63
 DEPTHWISE_LIMIT = 128  # 8 bits: -128 ... 127
 _LEVELS: dict[str, Any] = {"dtype": torch.quint8, "quant_min": 0, "quant_max": 255}
 _RELU6_SCALE = 6 / 255
-_COARSE = 2.0  # a range that is wider by this than that of the values costs a bit
+_COARSE = 2.0  # a range this many times as wide as the values' own costs a bit
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _KEPT_IN_FP32: tuple[Any, ...] = (
     *_TRANSPOSED,
@@ -111,7 +111,7 @@ class Calibrated:
     prepared: fx.GraphModule
     layers: int  # number of layers whose weights become int8
     note: str
-    copies: Mapping[str, str]  # of layers that are called several times, with the names of these
+    copies: Mapping[str, str]  # names of copies of layers with several calls, with the layers' names
 
     def convert(self) -> fx.GraphModule:
         """Return the int8 model, its weights packed for the engine of `torch.backends.quantized`."""
@@ -121,7 +121,7 @@ class Calibrated:
             name: _weight(layer) for name, layer in self.prepared.named_modules(remove_duplicate=False)
         }
         for name, original in self.copies.items():
-            # torch folds the normalisation behind each call into weights of this call.
+            # torch folds the normalisation after each call into the weights of that call.
             is_same = weights.get(name) is weights.get(original)
             if is_same and hasattr(layers.get(name), "_packed_params"):  # so that the file has them once
                 layers[name]._packed_params = layers[original]._packed_params
@@ -187,7 +187,7 @@ def calibrate(
 
 
 class _InFp32(nn.Module):
-    """A layer that torch can't see, so that it stays as it is."""
+    """Hides a layer from torch's quantisation, so that the layer stays as it is."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -201,8 +201,8 @@ class _InFp32(nn.Module):
 def _wrap_unsupported(graph: fx.GraphModule) -> set[str]:
     """Wrap the layers that torch would change by fusing or converting them; return their names.
 
-    Its layers have no hooks, and its int8 convolutions know two kinds of padding only. Its fold of a
-    normalisation into a transposed convolution knows no groups.
+    Fused and converted layers have no hooks, and int8 convolutions support only two kinds of padding. Folding
+    a normalisation into a transposed convolution does not support groups.
     """
     names = set()
     for node in graph.graph.find_nodes(op="call_module"):
@@ -282,7 +282,7 @@ def _leave_whole_numbers(prepared: fx.GraphModule, sample: tuple[torch.Tensor, .
 
 
 def _configuration(graph: fx.GraphModule, clipped: Sequence[str]) -> QConfigMapping:
-    # Fake-quantised, not only observed: the layers after it must be calibrated on values clipped at 6.
+    # Fake-quantised, not only observed: layers after a ReLU6 must be calibrated on values clipped at 6.
     fixed = FixedQParamsFakeQuantize.with_args(  # type: ignore[no-untyped-call]
         observer=FixedQParamsObserver.with_args(scale=_RELU6_SCALE, zero_point=0, **_LEVELS)
     )
@@ -302,7 +302,7 @@ def _leave_coarse_sums(
 ) -> None:
     """Leave additions and multiplications in fp32 that int8 would round coarsely, such as `x * 255`.
 
-    FX gives the operand and the result of one with a number the same scale, for the range of both.
+    If one operand is a number, FX gives the other and the result one scale, for the range of both.
     """
     values = Recorder(graph, _number_or_range).run_on(example)
     for function in (operator.add, torch.add, operator.mul, torch.mul):
@@ -323,7 +323,7 @@ def _is_coarse(node: fx.Node, values: Mapping[fx.Node, Any]) -> bool:
 
 
 def _number_or_range(result: Any) -> Any:
-    """Return a number as it is, of a tensor of fractions its range with 0, and None of other results."""
+    """Return a number as it is, the range of a floating-point tensor and 0, and None for other results."""
     if isinstance(result, torch.Tensor) and result.is_floating_point() and result.numel():
         return min(float(result.min()), 0.0), max(float(result.max()), 0.0)
     return result if isinstance(result, (int, float)) else None
@@ -390,7 +390,7 @@ def clipped_by_format(graph: fx.GraphModule, kept: Collection[str] = ()) -> tupl
 
 def _is_relu6(graph: fx.GraphModule, node: fx.Node) -> bool:
     layer = module_at(graph, node)
-    if isinstance(layer, nn.Hardtanh):  # nn.ReLU6 is one
+    if isinstance(layer, nn.Hardtanh):  # nn.ReLU6 is a subclass
         return (layer.min_val, layer.max_val) == _LIMITS
     if node.op not in ("call_function", "call_method"):
         return False
@@ -410,7 +410,7 @@ def joined_apart(graph: fx.GraphModule) -> str | None:
     """Move the concatenations of outputs, and all steps after them, into a separate module; return its name.
 
     Such a concatenation is a call of `torch.cat` or `torch.stack` whose result no layer with weights reads,
-    directly or indirectly; without any, return None. The graph is modified, and computes the same.
+    directly or indirectly; if there is none, return None. The graph is modified, and computes the same.
     """
     behind = _behind_joins(graph)
     if not behind:

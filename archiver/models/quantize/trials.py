@@ -23,7 +23,7 @@ from torchere.archiver.signature import Signature
 from torchere.archiver.torchscript_options import TorchScriptOptions
 
 FP32 = "fp32"
-# A smaller gain is not worth the drift: `auto` packs fp32 then, and other methods tell what helps.
+# A smaller gain is not worth the drift: then `auto` packs fp32, and other methods get advice (`what_helps`).
 LITTLE = 1.1
 _HEAVY = 2**20  # weights
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -69,7 +69,7 @@ def methods_tried(module: nn.Module, method: str, target: str, samples: Sequence
         return METHODS[method].tries[not samples :] if target == TORCHSCRIPT else METHODS[method].tries[:1]
     suits = {
         "int8-static": bool(samples) and bool(dynamic or convolutions),
-        # One layer among many convolutions takes a hundredth of the time.
+        # One such layer among many convolutions takes a hundredth of the time.
         "int8-dynamic": bool(dynamic) and not convolutions > 4 * dynamic,
         "bf16": processor_has_bf16(),
         "int8-weight": not convolutions and _is_heavy(module),
@@ -133,7 +133,7 @@ def check_trial(
         accept_slower: allow a quantised model that is not faster than fp32.
 
     Raises:
-        ModelRefused: the drift is too large, or a quantised model takes as much time as in fp32, or more.
+        ModelRefused: the drift is too large, or a quantised model is not faster than in fp32.
     """
     if trial.report is None:
         return ""
@@ -170,7 +170,7 @@ def _beside_eager(report: Report) -> str:
 
 
 def what_helps(module: nn.Module, method: str, target: str) -> str:
-    """Return why a method gains nothing with this model, and another to try instead."""
+    """Return why a method gains nothing with this model, and another method or format to try."""
     found = Counter(type(layer) for layer in without_parametrizations(module).modules())
     convolutions = sum(found[kind] for kind in _CONVOLUTIONS)
     in_fp32 = {kind.__name__: found[kind] for kind in _IN_FP32 if found[kind]}
