@@ -16,9 +16,9 @@ import numpy.typing as npt
 
 Array = npt.NDArray[Any]
 
-MAX_DIMENSIONS = 32  # numpy 1's own limit; model inputs have fewer than ten
-LARGEST_SIZE = 2**63 - 1  # of one dimension: the protocol's shapes are int64
-MAX_ELEMENTS = 2**56  # more than any machine holds, and the size in bytes does not overflow in numpy
+MAX_DIMENSIONS = 32  # the limit of NumPy 1; inputs of models have fewer than ten dimensions
+LARGEST_SIZE = 2**63 - 1  # of one dimension, because the protocol's shapes are int64
+MAX_ELEMENTS = 2**56  # exceeds any machine's memory, and the size in bytes does not overflow in NumPy
 TENSOR_TYPE = "application/vnd.torchere.tensor"
 """Content type of a value that is one tensor's raw bytes; datatype and shape follow as its parameters."""
 
@@ -34,9 +34,9 @@ class TensorError(ValueError):
 class Datatype:
     """One datatype of the protocol.
 
-    `numpy` is the little-endian dtype, as the protocol's byte order is; None for BF16, which numpy lacks:
-    handlers get torch tensors, and processes without torch hold the values as float32. `item_bytes` is 0 for
-    BYTES, whose elements each have their own length.
+    `numpy` is the dtype in the protocol's byte order, little-endian; None for BF16, which numpy lacks.
+    Handlers get BF16 as torch tensors, and processes without torch hold the values as float32. `item_bytes`
+    is 0 for BYTES, whose elements each have their own length.
     """
 
     name: str
@@ -50,7 +50,7 @@ class Output:
     """One output of an answer.
 
     `tensor` is a numpy array of its datatype; for BF16, a torch CPU tensor or a float32 array. `parameters`
-    are of a handler that writes the protocol's JSON itself.
+    come from a handler that writes the protocol's JSON itself.
     """
 
     name: str
@@ -61,7 +61,7 @@ class Output:
 
 
 def _number(name: str) -> Datatype:
-    common = name.lower().replace("fp", "float")  # NumPy and torch call it alike
+    common = name.lower().replace("fp", "float")  # NumPy and torch share this name
     dtype = np.dtype(np.dtype(common).newbyteorder("<").str)
     return Datatype(name, dtype, dtype.itemsize, common)
 

@@ -44,9 +44,9 @@ from torchere.handlers.tensors.codec import (
 from torchere.handlers.tensors.enveloped import BytesAs, read_answer
 
 OPEN_INFERENCE = ":open-inference"
-"""Header of a request whose handler reads tensors: a `Wish` as JSON. No HTTP header can be called so."""
+"""Header with a `Wish` as JSON, for a handler that reads tensors. HTTP allows no header of this name."""
 IN_JSON = ":open-inference-in-json"
-"""The same header where the handler reads the tensors as JSON, and answers in JSON: behind an envelope."""
+"""The same header for a handler that reads and writes tensors as JSON, as behind an envelope."""
 HEADER_LENGTH = "inference-header-content-length"  # response header: bytes of JSON at the body's start
 SEQUENCE_END = "ts_request_sequence_end"
 FRAME = struct.Struct("<I")  # length of the JSON in a framed body
@@ -58,7 +58,7 @@ class WantedOutput(msgspec.Struct, frozen=True, omit_defaults=True):
 
     name: str
     binary: bool = False
-    classes: int = 0  # above 0: the top values only, this many, as `value:index[:label]`
+    classes: int = 0  # above 0: send only this many of the largest values, as `value:index[:label]`
 
 
 class Wish(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -70,11 +70,11 @@ class Wish(msgspec.Struct, frozen=True, omit_defaults=True):
     binary: bool = False  # when `outputs` is empty: whether all outputs are binary
     framed: bool = False  # all outputs are binary, and the body begins with the length of its JSON
     ends_sequence: str = ""  # id of the sequence that this request ends
-    json_bytes_as: BytesAs | None = None  # for a handler that reads and writes JSON
+    json_bytes_as: BytesAs | None = None  # None unless the handler reads and writes JSON
 
 
 class Encoded(NamedTuple):
-    """A body, and the length of its JSON in bytes; None: all of the body is JSON, or it is framed."""
+    """A body, and the length of its JSON in bytes; None if all of the body is JSON or the body is framed."""
 
     body: bytes
     json_bytes: int | None
@@ -169,7 +169,7 @@ def encode_outputs(
     for output, is_binary in outputs:
         size, data = -1, None
         if is_binary:
-            blobs.append(view_of_tensor(output.tensor, output.datatype))  # joining it is its only copy
+            blobs.append(view_of_tensor(output.tensor, output.datatype))  # copied only once, by `join`
             size = blobs[-1].nbytes
         else:
             data = json_from_tensor(output.tensor, output.datatype, f"output {output.name!r}")
@@ -185,7 +185,7 @@ def encode_outputs(
     return Encoded(b"".join([head, *blobs]), len(head))
 
 
-# Name, datatype, shape, bytes (-1: as JSON), that JSON, parameters.
+# Name, datatype, shape, number of bytes (-1: sent as JSON), the JSON, parameters.
 _Member = tuple[str, str, tuple[int, ...], int, Any, Mapping[str, Any] | None]
 
 
@@ -206,14 +206,14 @@ def _head(model: str, version: str, call_id: str, members: tuple[_Member, ...]) 
     return _encoder.encode({**named, "outputs": outputs})
 
 
-_MOST_KNOWN_OUTPUTS = 16  # of an answer whose head is kept
-_head_of_binary = lru_cache(maxsize=256)(_head)  # a model's answers have few shapes, and clients many ids
+_MOST_KNOWN_OUTPUTS = 16  # of an answer whose head is cached
+_head_of_binary = lru_cache(maxsize=256)(_head)  # answers have few shapes; those with an id are not cached
 
 
 def wanted_outputs(outputs: list[Output], wish: Wish, labels: Labels | None) -> list[tuple[Output, bool]]:
     """Return each output that the request asks for, and whether it is sent as binary data.
 
-    In the order of the request; all outputs if it names none.
+    The outputs are in the order of the request, or all outputs if the request names none.
 
     Raises:
         TensorError: the wish names an unknown output, or asks for the classes of a BYTES output.
@@ -258,7 +258,7 @@ def outputs_of(answer: object, specs: Sequence[TensorSpec]) -> list[Output]:
         specs: the outputs of the archive's signature, which name outputs without a name; may be empty.
 
     Raises:
-        UnsupportedOutput: a member has a type that the protocol can't carry, or an invalid protocol output.
+        UnsupportedOutput: a value has a type that the protocol can't carry, or a protocol output is invalid.
     """
     if answer is None:
         return []
@@ -341,7 +341,7 @@ def _as_wanted(array: Array, wanted: Datatype | None) -> Array:
         return array
     with np.errstate(over="ignore"):
         cast = array.astype(dtype)
-    if cast.dtype.kind == "f":  # rounded, but not to infinity
+    if cast.dtype.kind == "f":  # may be rounded, but not to infinity
         return cast if np.array_equal(np.isfinite(cast), np.isfinite(array)) else array
     return cast if np.array_equal(cast, array) else array
 
@@ -410,7 +410,7 @@ def classified(output: Output, classes: int, labels: Labels | None, field: str) 
     is_batch = values.ndim > 1
     rows = values.reshape(values.shape[0], math.prod(values.shape[1:])) if is_batch else values.reshape(1, -1)
     count = min(classes, rows.shape[1])
-    # A stable sort of the reversed rows, read backwards: of equal values the first one comes first.
+    # A stable sort of the reversed rows, read backwards: among equal values, the first comes first.
     order = np.argsort(rows[:, ::-1], axis=1, kind="stable")[:, ::-1]
     best = rows.shape[1] - 1 - order[:, :count]
     texts = [

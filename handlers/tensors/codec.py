@@ -79,7 +79,7 @@ def array_from_bytes(
 
 
 def check_byte_count(found: int, datatype: Datatype, sizes: tuple[int, ...], field: str) -> None:
-    """Check the number of bytes against the shape: exact, but for BYTES a minimum.
+    """Check the number of bytes against the shape, which gives the exact number, or for BYTES a minimum.
 
     Raises:
         TensorError: the number of bytes does not fit the shape.
@@ -99,7 +99,7 @@ def split_elements(raw: bytes | bytearray | memoryview, field: str) -> list[byte
     """Split raw BYTES data into its elements, each of which follows its 4-byte length.
 
     Raises:
-        TensorError: an element goes beyond the end, or the data end within a length.
+        TensorError: an element goes beyond the end of the data, or the data end within a length.
     """
     view = memoryview(raw)
     elements: list[bytes] = []
@@ -166,8 +166,8 @@ def objects_array(elements: Sequence[object], sizes: tuple[int, ...]) -> Array:
 def begins_with_text(value: object) -> bool:
     """Return whether a value, or the first element of its nested lists, is a text or bytes.
 
-    Then `np.array` needs `dtype=object`: an array of texts gives each the room of the longest, and cuts zeros
-    off their ends.
+    Then `np.array` needs `dtype=object`, because an array of texts stores each at the length of the longest,
+    and cuts zeros off their ends.
     """
     for _ in range(_NUMPYS_MAX_DIMENSIONS):
         if not (isinstance(value, (list, tuple)) and value):
@@ -226,26 +226,26 @@ _ALLOWED: dict[str, tuple[frozenset[type], str]] = {
 _FLOAT64 = np.dtype("<f8")
 # The names of numbers that JSON lacks, as proto3's JSON mapping writes them.
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
-_MARKS = {b"-Infinity": b"\x01", b"Infinity": b"\x02", b"NaN": b"\x03"}  # bytes that JSON does not have
+_MARKS = {b"-Infinity": b"\x01", b"Infinity": b"\x02", b"NaN": b"\x03"}  # bytes that JSON can't contain
 # A string without an end reaches to the end of the body: it must not be searched again from its next quote.
 _TEXT_OR_NAME = re.compile(rb'("(?:[^"\\]+|\\.)*"?)|-?Infinity|NaN')
-# Limit on the quotes, on the escapes, and on the names if strings may hold some: with more of them, telling
-# the names of numbers from strings takes milliseconds.
+# Limit on the quotes, on the escapes, and on the names if strings may hold some: with more of them, it takes
+# milliseconds to tell the names of numbers from strings.
 _MAX_FOUND = 10_000
 # The errors of msgspec for invalid JSON; bytes that are not UTF-8 can raise UnicodeDecodeError.
 NO_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 def quoted_non_finite(text: bytes | memoryview) -> bytes | None:
-    """Return a JSON text with `NaN`, `Infinity` and `-Infinity` as strings; None if they can't be told.
+    """Return a JSON text with `NaN`, `Infinity` and `-Infinity` as strings; None if it has none of them.
 
-    Python and Triton write these numbers so, and parsers of strict JSON refuse them. A text without the names
-    gives None, and so does one with more than `_MAX_FOUND` quotes or escapes: long tensors have few.
+    Python and Triton write these numbers without quotes, and parsers of strict JSON refuse them. A text that
+    exceeds a limit (`_MAX_FOUND`) also gives None; long tensors have few quotes.
     """
     text = bytes(text)
     if (b"NaN" not in text and b"Infinity" not in text) or text.count(b'"') > _MAX_FOUND:
         return None
-    quoted = text.split(b'"')[1::2]  # but for escaped quotes
+    quoted = text.split(b'"')[1::2]  # the strings, if no quote is escaped
     if b"\\" not in text and not any(b"NaN" in part or b"Infinity" in part for part in quoted):
         for name, mark in _MARKS.items():
             text = text.replace(name, mark)
@@ -288,7 +288,7 @@ def array_from_json(data: object, datatype: Datatype, shape: Sequence[object], f
 
 
 def array_from_elements(flat: list[Any], datatype: Datatype, name: str, first: int = 0) -> Array:
-    """Return parsed elements as an array of one dimension; `first` is the index of the first for errors.
+    """Return parsed elements as an array of one dimension; `first` is the index of `flat[0]` in errors.
 
     Raises:
         TensorError: an element is not one of the datatype; names its index.
@@ -348,7 +348,7 @@ def _flattened(data: object, sizes: tuple[int, ...], name: str) -> list[Any]:
     count = math.prod(sizes)
     if not isinstance(data, list):
         if not sizes and data is not None and not isinstance(data, dict):
-            return [data]  # a scalar tensor may come bare
+            return [data]  # a scalar tensor may have no list
         raise TensorError(name, kind_of(data), f"a list of {count} elements")
     flat = data
     if data and type(data[0]) is list:

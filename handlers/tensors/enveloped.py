@@ -24,7 +24,7 @@ from torchere.handlers.tensors.codec import (
 )
 
 BytesAs: TypeAlias = Literal["text", "base64"]
-"""How elements of BYTES stand in the JSON of a request; base64 is TorchServe's, for its gRPC clients."""
+"""How elements of BYTES are written in JSON; TorchServe uses base64 for its gRPC clients."""
 
 
 class NoTensors(UnsupportedOutput):
@@ -40,7 +40,7 @@ def request_json(
     """Return the body `{"id", "model_name", "inputs": [{"name", "shape", "datatype", "data"}]}`.
 
     Args:
-        model: its name.
+        model: the model's name.
         call_id: the id that the client chose, or "".
         inputs: name, content type (`tensor_type`) and bytes of each tensor.
         bytes_as: how elements of BYTES are written.
@@ -112,7 +112,7 @@ def _answer_of(text: bytes) -> _Answer:
     except NO_JSON as err:
         try:  # envelopes write NaN and infinities as Python does
             answer = msgspec.convert(parse_json(text), _Answer)
-            # It also reads lone surrogates, which no protocol can send.
+            # `parse_json` also reads lone surrogates, which no protocol can send.
             names = [(output.name, output.parameters) for output in answer.outputs]
             msgspec.json.encode((answer.model_name, answer.model_version, answer.id, names))
             return answer
@@ -124,7 +124,7 @@ def _written(output: _Output, field: str, bytes_as: BytesAs) -> Output:
     datatype = datatype_named(output.datatype, f"{field}.datatype")
     data = _as_texts(output.data, bytes_as) if datatype is BYTES else output.data
     array = array_from_json(data, datatype, output.shape, field)
-    # Of another kind they are ignored, and empty ones are none.
+    # Parameters that are not an object are ignored, and an empty object counts as none.
     parameters = output.parameters if isinstance(output.parameters, dict) else None
     return Output(output.name, datatype, tuple(output.shape), array, parameters or None)
 

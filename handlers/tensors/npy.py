@@ -13,7 +13,7 @@ from torchere.handlers.tensors import Array, TensorError, shown
 MAGIC = b"\x93NUMPY"
 NPY_TYPE = "application/x-npy"
 MAX_HEADER_BYTES = 10_000  # numpy's own limit: the header is parsed as Python literals
-# Errors of numpy for a broken header; a MemoryError is of Python's parser, for deeply nested text.
+# numpy's errors for a broken header; Python's parser raises MemoryError for deeply nested text.
 _BROKEN = (ValueError, TypeError, LookupError, SyntaxError, TokenError, RecursionError, EOFError, MemoryError)
 
 
@@ -46,7 +46,7 @@ def read_npy(value: bytes | bytearray, field: str) -> Array:
     flat = np.frombuffer(value, dtype=dtype, offset=start)
     try:
         return flat.reshape(shape[::-1]).transpose() if fortran_order else flat.reshape(shape)
-    except ValueError as err:  # beside a size of 0, any other fits the bytes
+    except ValueError as err:  # with a size of 0, any other size fits the bytes
         raise TensorError(field, f"a .npy file of shape {shown(shape)}", "sizes that arrays have") from err
 
 

@@ -1,6 +1,6 @@
 """Parses a row, from `/predictions` or the Open Inference Protocol, into the inputs of one example.
 
-A row holds one value for each input by its name (multipart fields, tensors), or all inputs in one body:
+A row has a value for each input, under its name (multipart fields, tensors), or one body with all inputs:
 
 * JSON: `{"input": [...]}`, a bare nested list if the model has one input, `{"inputs": [row, ...]}` (or
   `instances`, as in KServe v1) where each row is a list, or an object with one list for each input;
@@ -44,7 +44,7 @@ from torchere.handlers.tensors.npy import is_npy, read_npy
 _ROWS = ("inputs", "instances")
 _OCTETS = "application/octet-stream"
 _JSON_BEGINS = (b"[", b"{", b" ", b"\t", b"\r", b"\n")
-# One number as text. Raw bytes of four or more hardly ever are; of one or two they may be.
+# One number as text. Raw values of four or more bytes hardly ever look so; those of one or two bytes may.
 _NUMBER = re.compile(rb"[-+.0-9][-+.0-9eE]*[ \t\r\n]*|-?Infinity|NaN")
 _NUMBER_BYTES = 4
 _PRINTABLE = bytes(range(32, 127)) + b"\t\r\n"
@@ -137,7 +137,7 @@ def tensors_of(example: Example, layout: Layout) -> list[Any]:
 
 
 def _check_shared_sizes(tensors: Sequence[Any], layout: Layout, single: bool) -> None:
-    """Raise TensorError unless dimensions of one name have one size, as ids and their mask."""
+    """Raise TensorError unless dimensions of one name have one size, such as those of ids and their mask."""
     first: dict[str, tuple[int, TensorSpec, Limit]] = {}  # the size of a name, and where it was found
     for tensor, spec in zip(tensors, layout.specs, strict=True):
         for limit in spec.limits:
@@ -235,7 +235,7 @@ def _of_json_or_raw(value: bytes | bytearray, spec: TensorSpec) -> Any:
 
 
 def _is_json(content_type: str) -> bool:
-    """Tell whether a content type, without parameters, is that of JSON."""
+    """Return whether a content type, without parameters, is that of JSON."""
     lowered = content_type.lower()
     return lowered == "application/json" or lowered.endswith("+json")
 
