@@ -1,4 +1,4 @@
-"""The built-in handler for voice activity detection: finds the segments of a sound with speech."""
+"""The built-in handler for voice activity detection: finds the segments of a sound that have speech."""
 
 from __future__ import annotations
 
@@ -32,9 +32,8 @@ from torchere.handlers.rows import (
 # Find speech segments from the probability of speech over time. Pure; no clock, no model.
 #
 # A segment begins where the probability reaches `threshold`. It ends where the probability falls below
-# `threshold - release`. That point counts once the probability is below that again at least
-# `min_silence_ms` later, and has not reached `threshold` in between: neither a quiet syllable nor
-# a breath ends a segment.
+# `threshold - release`, if at least `min_silence_ms` later it is below that limit again, and has not reached
+# `threshold` in between. So neither a quiet syllable nor a breath ends a segment.
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,9 +88,9 @@ class Segmenter:
         self._min_speech = rules.min_speech_ms * rate_hz / 1000
         self._min_silence = rules.min_silence_ms * rate_hz / 1000
         self._pad = int(rules.pad_ms * rate_hz / 1000)
-        self._now = 0  # where the next probability begins
-        self._start: int | None = None  # of the open segment
-        self._quiet: int | None = None  # start of the silence that may end it
+        self._now = 0  # the sample at which the next probability begins
+        self._start: int | None = None  # first sample of the open segment
+        self._quiet: int | None = None  # first sample of the silence that may end the open segment
 
     def feed(self, probability: float) -> Segment | None:
         """Take the next probability; return the segment that it ends, or None."""

@@ -19,7 +19,7 @@ from torchere.handlers.errors import bad_request
 RATES_HZ = (8000, 16000)
 MAX_CHANNELS = 8
 _PCM, _FLOAT, _EXTENSIBLE = 1, 3, 0xFFFE
-_UNKNOWN_LENGTHS = (0, 0xFFFFFFFF)  # from writers to a pipe, which know the length only at the end
+_UNKNOWN_LENGTHS = (0, 0xFFFFFFFF)  # programs that write to a pipe know the length only at the end
 _SAMPLES: dict[tuple[int, int], tuple[str, float]] = {  # (kind, bits): NumPy dtype, full-scale value
     (_PCM, 16): ("<i2", 32768.0),
     (_FLOAT, 32): ("<f4", 1.0),

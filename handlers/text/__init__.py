@@ -1,4 +1,4 @@
-"""Text classification, and what text handlers share: vocabulary, tokenization, clean-up as in training."""
+"""Text classification, and common parts of text handlers: vocabulary, tokenization, clean-up."""
 
 from __future__ import annotations
 
@@ -182,7 +182,7 @@ class TextHandler(BaseHandler):
         return unicodedata.normalize("NFKD", text).encode("ascii", "ignore").decode()
 
     def _remove_html_tags(self, text: str) -> str:
-        # No tag ends behind the last ">" of its line: a search from each "<" there would take quadratic time.
+        # No tag ends after the last ">" of its line: a search from each "<" there would take quadratic time.
         lines = [(line, line.rfind(">") + 1) for line in text.split("\n")]
         cleaned = (CLEANUP_REGEX.sub("", line[:end]) + _ENTITY.sub("", line[end:]) for line, end in lines)
         return "\n".join(cleaned)

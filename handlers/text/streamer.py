@@ -28,10 +28,11 @@ class TextIteratorStreamerBatch:
     """Takes tokens from `generate` and yields lists of new texts, `{"text": ...}` for each row.
 
     A text ends at the end of a word, so that no character or word is cut; it may be "". One streamer can
-    serve several batches in turn: `end` ends the iteration, and the next `put` begins a new one. One thread
-    puts and ends a batch, one thread iterates. A new iteration, begun before the end of the one before,
-    gives up that one's batch: its generation ends, because its next `put` raises. If `generate` raises, the
-    iterating thread is not notified: set `timeout`, or call `end` in a `finally` of the generating thread.
+    serve several batches in turn: `end` ends the iteration, and the next `put` begins a new batch. One thread
+    calls `put` and `end` for a batch, one thread iterates. An iteration that begins before the previous one
+    has ended gives up the batch of that one, whose next `put` raises, so that its generation ends. If
+    `generate` raises, the iterating thread is not notified: set `timeout`, or call `end` in a `finally` of
+    the generating thread.
 
     Example:
         streamer = TextIteratorStreamerBatch(self.tokenizer, batch_size=len(data), skip_special_tokens=True)
@@ -64,8 +65,8 @@ class TextIteratorStreamerBatch:
         self._tokenizer = tokenizer
         self._options = decode_kwargs
         self._skip_prompt = skip_prompt
-        self._generating = threading.local()  # its `batch` is the one that this thread puts
-        self._begun: queue.Queue[_Batch] = queue.Queue()  # not yet read
+        self._generating = threading.local()  # `batch`: the one that takes this thread's tokens
+        self._begun: queue.Queue[_Batch] = queue.Queue()  # batches that are not read yet
         self._reading: _Batch | None = None
         self._is_iterated = False  # an iteration has begun, and has not reached the end of its batch
 
@@ -95,7 +96,7 @@ class TextIteratorStreamerBatch:
         """End the batch: emit the text that was held back, and end the iteration."""
         batch = self._batch_of_thread()
         if batch is not None and batch.is_over:
-            # `end` in a `finally`, after that of `generate`: an empty batch would be the next one's answer.
+            # A `finally` calls `end` again after `generate`: an empty batch would be read as the next one.
             self._generating.batch = None
             return
         batch = batch or self._begin()
@@ -113,16 +114,16 @@ class TextIteratorStreamerBatch:
         return batch
 
     def __iter__(self) -> Iterator[list[dict[str, str]]]:
-        """Begin an iteration, and give up the batch of one that was left before its end.
+        """Begin an iteration, and give up the batch of an earlier iteration that did not reach its end.
 
-        A thread that both puts and iterates goes on with its batch.
+        A thread that calls `put` and iterates itself continues with its batch instead.
         """
         batch = self._reading
         if batch is not None and self._is_iterated and batch is not self._batch_of_thread():
             batch.is_given_up = True
             self._reading = None
         self._is_iterated = True
-        return iter(self.__next__, None)  # not this object: `for` over an iterator must not begin a new one
+        return iter(self.__next__, None)  # not `self`, whose `__iter__` a `for` loop would call again
 
     def __next__(self) -> list[dict[str, str]]:
         """Return the next text of each row.
@@ -147,7 +148,7 @@ class TextIteratorStreamerBatch:
 class _Batch:
     """One batch: its rows, and the texts that have not been read.
 
-    Each batch has its own, so that the generation of a batch that was given up reaches no other answer.
+    Each batch has a queue of its own, so that the tokens of a batch that was given up reach no other answer.
     """
 
     def __init__(self, rows: list[_Row], skips_next: bool) -> None:
@@ -161,8 +162,8 @@ class _Batch:
 class _Row:
     """One row of the batch: the tokens of the current line, and the length of text already emitted.
 
-    The tokens begin with the end of the line before: decoders of SentencePiece's tokens drop a blank at the
-    beginning, which would be one of the indentation.
+    The tokens begin with the last ones of the line before, because decoders of SentencePiece's tokens drop a
+    blank at the beginning, which would otherwise be part of the indentation.
     """
 
     def __init__(self, tokenizer: Tokenizer, options: dict[str, Any]) -> None:
@@ -193,7 +194,7 @@ class _Row:
         return self._decode(self._tokens)[self._sent :] if self._tokens else ""
 
     def _end_of_line(self) -> tuple[list[int], int]:
-        """Return the last tokens that have text, as special ones may not, and the length of the text."""
+        """Return the fewest last tokens that have text, as special tokens may not, and that text's length."""
         for start in range(len(self._tokens) - 1, 0, -1):
             if text := self._decode(self._tokens[start:]):
                 return self._tokens[start:], len(text)

@@ -70,7 +70,7 @@ class TextEmbedding(TransformerHandler):
     output = "embedding"
 
     def result_of(self, output: Any, mask: torch.Tensor) -> torch.Tensor:
-        """Pool and normalize; raises RuntimeError for a shape that is no embedding's."""
+        """Pool and normalize; raises RuntimeError for a shape that embeddings do not have."""
         found = flattened(output)[0].float()
         if found.dim() == 3:
             found = self._pooled(found, mask.to(found.device))
@@ -80,7 +80,7 @@ class TextEmbedding(TransformerHandler):
                 f"the model gave {tuple(found.shape)} for {len(mask)} texts; expected [texts, tokens, size] "
                 "or [texts, size]"
             )
-        # A text may have no tokens, and a model that pools by itself NaN for it.
+        # A text may have no tokens, for which a model that pools by itself may give NaN.
         is_empty = mask.sum(1, keepdim=True) == 0
         found = found.masked_fill(is_empty & found.isnan(), 0)
         return torch.nn.functional.normalize(found, dim=1) if self.settings["normalize"] else found
@@ -89,7 +89,7 @@ class TextEmbedding(TransformerHandler):
         if self.settings["pooling"] == "first":
             states, mask = states[:, :1], mask[:, :1]
         kept = mask[:, :, None]
-        # A text may have no tokens, and a model NaN for it, which a product with 0 would keep.
+        # A text may have no tokens, for which the model may give NaN, and NaN times 0 is NaN.
         return states.masked_fill(kept == 0, 0).sum(1) / kept.sum(1).clamp(min=1)
 
     def answer_of(self, result: torch.Tensor) -> list[float]:

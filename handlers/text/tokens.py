@@ -59,7 +59,7 @@ class TextTokens:
     Args:
         path: the tokenizer's file.
         max_tokens: longer texts are truncated; None: the limit in the file.
-        lengths: what the model takes: the limit in the file is lowered to it, and short texts are padded.
+        lengths: token counts that the model takes: `max_tokens` is lowered to them, short texts are padded.
 
     Raises:
         RuntimeError: the package is not installed, or the file is missing or not a tokenizer.
@@ -69,7 +69,7 @@ class TextTokens:
         self._tokenizer: Any = _load(path)
         padding, truncation = self._tokenizer.padding or {}, self._tokenizer.truncation or {}
         most = max_tokens or truncation.get("max_length") or _MAX_TOKENS
-        # `padded` rounds up to the multiple, and must not get beyond the most.
+        # `padded` rounds up to the multiple, and must not exceed the maximum.
         longest = (lengths.most or 0) // lengths.multiple * lengths.multiple
         self.max_tokens: int = min(most, longest or most)
         self._lengths = lengths
@@ -87,7 +87,7 @@ class TextTokens:
     def padded(self, texts: Sequence[Tokens]) -> dict[str, torch.Tensor]:
         """Return `ids`, `mask` (1 for a token) and `types`, each int64 [texts, length].
 
-        That is the length of the longest text, or the next one that the model takes.
+        The length is that of the longest text, or the next larger one that the model takes.
         """
         longest = max(self._lengths.least, *(len(text.ids) for text in texts))
         step = self._lengths.multiple
@@ -133,14 +133,14 @@ class Batch(NamedTuple):
 
 
 class TransformerHandler(BaseHandler):
-    """Base class: tokenizes texts, runs them through the model, and answers a row of its result for each.
+    """Base class: tokenizes texts, runs them through the model, and answers each with its row of the result.
 
     The model takes (ids, mask), int64 [texts, tokens], or the inputs that `signature.json` names, which may
     include `token_type_ids`. The archive has the tokenizer in `tokenizer.json`.
 
-    A subclass has a `section` with its defaults in `handler` of model-config.yaml, of which one setting may
-    be a `choice` of words, the name of its `output` in the Open Inference Protocol, and `result_of` and
-    `answer_of`.
+    A subclass names its `section` under `handler` in model-config.yaml, the section's `defaults`, a setting
+    with a `choice` of words, if any, and its `output` in the Open Inference Protocol. It implements
+    `result_of` and `answer_of`.
     """
 
     section: ClassVar[str]
@@ -302,7 +302,7 @@ def _refused(found: str, expected: str) -> PredictionException:
 
 
 def _specs(model_dir: str, section: str) -> tuple[TensorSpec, ...]:
-    """Return the inputs of the signature, if there is one; raise RuntimeError if one has no role."""
+    """Return the inputs of the signature, if there is one; raise RuntimeError if an input has no role."""
     signature = archive_signature(model_dir)
     for spec in signature.inputs if signature else ():
         if spec.name not in _ROLES or spec.datatype not in ("INT64", "INT32"):
