@@ -151,7 +151,7 @@ def official_runner(path: str) -> Any:
 
 @contextlib.contextmanager
 def first_run(check_inputs: bool) -> Iterator[None]:
-    """Guard the first run of a library; `check_inputs` has it check shapes and types from then on.
+    """Guard the first run of a library; with `check_inputs`, it checks shapes and types from then on.
 
     Without the check, an input of a wrong shape makes the library read memory out of bounds. Each library
     reads the environment variable `_CHECK_VARIABLE` once, at its first run; a value that the operator has set
@@ -199,7 +199,7 @@ Run = Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]
 
 
 class _CheckedModel:
-    """A compiled model whose inputs are checked before its code reads memory by their sizes.
+    """A compiled model that checks its inputs before a run, because its code reads memory by their sizes.
 
     Args:
         call_spec: the serialised spec of its arguments.
@@ -335,7 +335,7 @@ class BoundModel(_CheckedModel):
         return results
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._model, name)  # an archive's own handler may update weights by it
+        return getattr(self._model, name)  # an archive's own handler may update the weights
 
 
 def _check_layout(index: int, tensor: torch.Tensor, rule: InputRule) -> None:
@@ -365,17 +365,17 @@ def _check_stride(index: int, tensor: torch.Tensor, at: int, stride: int) -> Non
 def _check_free_strides(
     tensors: Sequence[torch.Tensor], rules: Sequence[InputRule], sizes: Mapping[str, int]
 ) -> None:
-    """Refuse strides that do not follow from the free sizes: the code computes them, and reads none."""
+    """Refuse strides that do not follow from the free sizes, because the code computes strides from these."""
     for index, (tensor, rule) in enumerate(zip(tensors, rules, strict=False)):
         for at, formula in rule.free_strides.items():
-            with contextlib.suppress(LookupError):  # the formula is not known, as of a model that rounds
+            with contextlib.suppress(LookupError):  # the formula has an unknown operation, such as rounding
                 _check_stride(index, tensor, at, stride_of(formula, sizes))
 
 
 def _checked_free_sizes(tensors: Sequence[torch.Tensor], rules: Sequence[InputRule]) -> dict[str, int]:
     """Return the free sizes; refuse those that contradict each other.
 
-    The code reads one of them, and computes the others by it.
+    The code reads a free size from one dimension, and computes the dimensions that depend on it.
     """
     found: dict[str, int] = {}
     for index, (tensor, rule) in enumerate(zip(tensors, rules, strict=False)):

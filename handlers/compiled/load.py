@@ -104,9 +104,9 @@ def load_package(path: str, model_dir: str, device: str | None) -> CompiledModel
 
 
 def _run_by_abi(path: str, rules: Sequence[InputRule] | None) -> AotModel | None:
-    """Return a library that one thread per core of this process, at least 2, can run; others wait in it.
+    """Return a model that one thread per core of this process, at least 2, can run; other threads wait in it.
 
-    None if it has to run by torch's own binding, which the log tells.
+    None if it has to run by torch's own binding, which is then logged.
     """
     try:
         return AotModel(path, max(2, available_cores()), rules)
@@ -127,14 +127,14 @@ def is_for_cpu(path: str) -> bool:
 def _reason_against(package: Package, build: Build, device: str | None) -> Misfit | None:
     """Return the reason against running a package on this device of this machine; None if it can run."""
     kind = (device or "cpu").partition(":")[0]
-    if package.device not in (kind, "unknown"):  # its code would take addresses of that device for its own
+    if package.device not in (kind, "unknown"):  # its code would misread addresses of the other device
         return Misfit(f"it was compiled for {package.device}, and is to run on {kind}", fatal=True)
     if lacks_weights(package):
         return Misfit("it was compiled without its weights (package_constants_in_so is False)", fatal=True)
     here = torch.backends.cpu.get_cpu_capability()
     found = misfit(build, torch.__version__, read_cpu_flags())
     if not (found and found.fatal) and build.weights_for not in (None, here):
-        # The kernel would take each weight for another one, and answer wrongly.
+        # The kernel would mistake each weight for another one, and give wrong outputs.
         text = f"its weights of 4 bits are ordered for {build.weights_for}; this is {here}"
         return Misfit(text, fatal=True)
     return found

@@ -37,7 +37,7 @@ _BOUND = re.compile(rb"if \((\w+)_size\[(\d+)\] ([<>]) (\d+)\)")
 # In sources of newer torch: the sizes of an input, and its strides.
 _SIZES = re.compile(rb"assert_size_stride\((\w+), \{([^{}]*)\}, \{([^{}]*)\}")
 _SIZE = re.compile(rb"\d+L|(?:\(?(-?\d+)L\)? \+ )?(?:(\d+)L\*)?(s\d+)")  # 8L, s77, or 1L + 2L*s77
-_OF_CPP = re.compile(rb"(?<=\d)L\b|static_cast<int64_t>")  # all that Python writes otherwise in a stride
+_OF_CPP = re.compile(rb"(?<=\d)L\b|static_cast<int64_t>")  # the parts of a stride that are not Python
 _NONE_INSIDE = re.compile(  # inputs, outputs, constants, ..., whether the library holds the constants
     rb"AOTInductorModelBase\(\s*\d+,\s*\d+,\s*[1-9]\d*,\s*device_str,\s*std::move\(cubin_dir\),\s*false\)"
 )
@@ -46,8 +46,8 @@ _COPY_BYTES = 1 << 20
 # model has some MiB.
 _MAX_METADATA_BYTES = 1 << 20
 _MAX_SOURCE_BYTES = 64 << 20
-# Python's zip reader makes an object of every entry in the directory, for any count in the end record. Each
-# weight in a file of its own takes some 100 bytes of the directory.
+# Python's zip reader makes an object of every entry in the directory, even if the end record counts fewer.
+# Each weight in a file of its own takes some 100 bytes of the directory.
 _MAX_DIRECTORY_BYTES = 4 << 20
 _MAX_BUILD_BYTES = 1 << 16  # of the build record; the archiver's has less than 1 KiB
 
@@ -58,8 +58,8 @@ class Package:
 
     `library` is the zip entry with the machine code, if there is one and it needs nothing else of the
     package: no weights in separate files, no operators outside of torch. `metadata` holds the compiler's
-    notes (torch 2.7 on): AOTI_DEVICE_KEY, AOTI_CPU_ISA, AOTI_MACHINE, ... `weights_apart` tells
-    that each weight of the code is in a file of torch.save.
+    notes (torch 2.7 on): AOTI_DEVICE_KEY, AOTI_CPU_ISA, AOTI_MACHINE, ... With `weights_apart`, each weight
+    of the code is in a file of its own, written by torch.save.
     """
 
     path: str
@@ -116,7 +116,7 @@ def _checks_and_takes_one(source: bytes) -> bool:
 
 
 def lacks_weights(package: Package) -> bool:
-    """Return whether the code needs weights that its package has nowhere: it would read address 0.
+    """Return whether the code needs weights that its package lacks, so that it would read address 0.
 
     False for a package with more files than the code's own, which may hold them.
 
@@ -137,33 +137,33 @@ class LinearSize:
     offset: int = 0
 
     def where(self, value: int) -> int:
-        """Return the size where the free one has that value."""
+        """Return this size for a value of the free size."""
         return self.factor * value + self.offset
 
 
 @dataclass(slots=True)
 class InputRule:
-    """Conditions that the code of a package assumes of one input. Keys are dimensions."""
+    """Conditions that the code of a package assumes to hold for one input. Keys are dimensions."""
 
     dtype: str = ""  # torch's name: "float32"
     least: dict[int, int] = field(default_factory=dict)
     most: dict[int, int] = field(default_factory=dict)
     strides: dict[int, int] = field(default_factory=dict)
-    # From sources of older torch there are none of these two.
+    # Sources of older torch have neither of these two.
     sizes: dict[int, LinearSize] = field(default_factory=dict)
     free_strides: dict[int, ast.expr] = field(default_factory=dict)  # see `stride_of`
 
     @property
     def dimensions(self) -> int:
-        """How many there are: by default torch writes a lower bound for each one whose size is free."""
+        """How many dimensions the input has, as torch by default writes a lower bound for each free size."""
         return max((*self.least, *self.most, *self.strides, *self.sizes), default=-1) + 1
 
 
 def read_rules(package: Package) -> list[InputRule] | None:
-    """Return the conditions on each input that stand in the source of a package; none without them.
+    """Return the conditions on each input that the source of a package states; an empty list without them.
 
-    They are those that the code itself would check, except that a free dimension may be 1: the checks that
-    torch generates by default refuse it. None if the code can check its inputs without refusing it.
+    They are those that the code itself would check, except that a free dimension may be 1, which the checks
+    that torch generates by default refuse. None if the code's own checks accept 1, too.
 
     Raises:
         RuntimeError: the package is damaged.
@@ -203,7 +203,7 @@ def _read_sizes(source: bytes, rules: dict[bytes, InputRule]) -> None:
             rules[name].free_strides = _free_strides(strides)
         for dimension, size in enumerate(listed.split(b", ")):
             form = _SIZE.fullmatch(size)
-            if form is None:  # the arguments of a function, so that those behind it have other places
+            if form is None:  # a part of a function's arguments, which shift all later places
                 break
             offset, factor, symbol = form.groups()
             if name in rules and symbol:
@@ -224,7 +224,7 @@ def _free_strides(listed: bytes) -> dict[int, ast.expr]:
 
 
 def stride_of(formula: ast.expr, sizes: Mapping[str, int]) -> int:
-    """Return the stride that a formula of free sizes gives, as `s7*(1 + 2*s8)`.
+    """Return the stride that a formula of free sizes, such as `s7*(1 + 2*s8)`, gives.
 
     Raises:
         LookupError: it has a size without a value, or another operation.
@@ -257,7 +257,7 @@ def _sources(package: Package) -> Iterator[bytes | None]:
 def _read(file: zipfile.ZipFile, name: str, limit_bytes: int) -> bytes | None:
     """Return an entry's content; None if it may be longer than the limit."""
     entry = file.getinfo(name)
-    # `ZipExtFile.read` keeps to its size while it inflates, but not with other methods.
+    # `ZipExtFile.read` keeps to the given size while it inflates, but not with other compression methods.
     if entry.file_size > limit_bytes or entry.compress_type not in (STORED, DEFLATED):
         return None
     with file.open(entry) as source:
@@ -314,7 +314,7 @@ class Build:
     isa: str | None = None  # instruction set, lower case
     machine: str | None = None  # as platform.machine() returns it
     fallback: str | None = None  # file of the same model as an exported program
-    weights_for: str | None = None  # torch's name of the vector instructions whose order the weights have
+    weights_for: str | None = None  # torch's name for the instruction set that the weights are ordered for
 
 
 def read_build(model_dir: str, metadata: Mapping[str, str]) -> Build:
