@@ -26,10 +26,10 @@ from torchere.archiver.models.steps import Say, line_of
 
 # Two ways to multiply matrices in a program that AOTInductor compiles, and which of them is faster here.
 #
-# Plain, each multiplication is a call of the BLAS library that torch was built with (MKL on x86). With
-# Inductor's own C++ templates it is compiled into the package: weights lie in the order in which they are
-# read, and the operations behind the multiplication (bias, GELU, a residual) are done before its result
-# leaves the cache. Which one wins depends on the shapes and on the CPU, so both are compiled and
+# In the plain build, each multiplication is a call of the BLAS library that torch was built with (MKL on
+# x86). With Inductor's own C++ templates it is compiled into the package: weights lie in the order in which
+# they are read, and the operations after the multiplication (bias, GELU, a residual) are done before its
+# result leaves the cache. The faster way depends on the shapes and on the CPU, so both are compiled and
 # measured.
 
 # The number of parts of a template multiplication, and so the maximum number of threads, because each part
@@ -163,8 +163,8 @@ def compile_aoti(
             model has layers that gain from it.
 
     Raises:
-        ModelRefused: this machine lacks the instruction set, which the compiler tests on this machine, or the
-            code takes fewer sizes than the program.
+        ModelRefused: this machine lacks the instruction set (the compiler tests it here), a GRU or an RNN has
+            a variable length, or the code takes fewer sizes than the program.
         Exception: any error of the compilers.
     """
     _refuse_unrolled(program)
@@ -253,7 +253,7 @@ def _unlimited_sizes() -> Iterator[None]:
 
 @contextmanager
 def _without_conditions(owner: Any, name: str, sizes_of: Callable[..., Any]) -> Iterator[None]:
-    """Let a function of torch's compare sizes without conditions; `sizes_of` finds the sizes of a call."""
+    """Let a function of torch compare sizes without recording conditions; `sizes_of` finds a call's sizes."""
     choose = getattr(owner, name, None)
     if choose is None:  # other versions of torch
         yield
@@ -274,7 +274,7 @@ def _without_conditions(owner: Any, name: str, sizes_of: Callable[..., Any]) -> 
 def _refuse_narrowed(program: ExportedProgram, sizes: Sequence[FreeSize]) -> None:
     """Raise ModelRefused if the compiler has narrowed the range of a size: servers refuse all other sizes.
 
-    A lower bound of 2 is none, see `_settings`.
+    A lower bound of 2 does not count, see `_settings`.
     """
     example = _example(program)
     inputs = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
@@ -328,7 +328,7 @@ def _settings(isa: str | None, freezing: bool) -> dict[str, Any]:
             "leave --isa out, or pack on a machine that has it"
         )
     wanted = isa or str(pick_vec_isa()).partition(" ")[0]  # the level in "avx512 avx512_vnni"
-    # With dynamic_threads, kernels read the thread count at run time, not that of this machine.
+    # With dynamic_threads, kernels take the thread count at run time instead of this machine's.
     # One compile process is enough, because all kernels are in one C++ file.
     settings: dict[str, Any] = {
         "cpp.dynamic_threads": True,
@@ -356,9 +356,9 @@ def _block_rewrites(graph: fx.Graph) -> None:
 def _block_folds(graph: fx.Graph) -> None:
     """Keep freezing from folding arithmetic into a convolution's weights where it does so wrongly.
 
-    It scales dimension 0 of the weights, which is the inputs of a transposed convolution. And it takes the
-    second dimension of a constant for the channels, also if the constant has fewer dimensions than a picture.
-    It does not look behind an alias, and a later pass removes that.
+    Freezing scales dimension 0 of the weights, which is that of the inputs in a transposed convolution. It
+    takes dimension 1 of a constant for the channels, even if it has fewer dimensions than one image.
+    It does not look behind an alias, which a later pass removes.
     """
     for node in graph.find_nodes(op="call_function", target=torch.ops.aten.convolution.default):
         weight, users = node.args[1].meta["val"], list(node.users)
@@ -370,9 +370,9 @@ def _block_folds(graph: fx.Graph) -> None:
 
 
 def _block_8_bits(graph: fx.Graph) -> None:
-    """Keep the compiler from calling torch's kernel for weights of 8 bits where this reads beyond them.
+    """Keep the compiler from calling torch's kernel for 8-bit weights where it would read beyond the weights.
 
-    It looks for a product in bfloat16 as the first factor of a multiplication, and scales as the second.
+    The compiler looks for a product in bfloat16 that is multiplied by scales, in this order only.
     """
     aten = torch.ops.aten
     for node in graph.find_nodes(op="call_function", target=aten.mul.Tensor):

@@ -155,7 +155,7 @@ def _forget_origins(program: ExportedProgram) -> None:
 
 
 def _take_classes_out(program: ExportedProgram) -> None:
-    """Replace tuple subclasses in the outputs (named tuples, as of torch.max) by tuples, as TorchScript does.
+    """Replace tuple subclasses in the outputs, such as named tuples, by plain tuples, as TorchScript does.
 
     The server can't import a model's own tuple classes, and torch.export refuses to save them.
     """
@@ -176,7 +176,7 @@ def by_parameter(module: torch.nn.Module, shapes: Sequence[dict[int, Any]]) -> t
 
 
 def hide_from(user: fx.Node, node: fx.Node) -> None:
-    """Let the user read an alias of the node's result, behind which passes over the graph find no layer."""
+    """Let `user` read an alias of the result of `node`, so that graph passes do not find the layer."""
     with user.graph.inserting_before(user):
         alias = user.graph.call_function(torch.ops.aten.alias.default, (node,))
     alias.meta = {"val": node.meta["val"]}  # without the layer's module, by which torchao finds the layer

@@ -126,7 +126,7 @@ def write_model(
 
 
 def _loaded(target: Path, example: Tensors, say: Say) -> Run:
-    """Load a package; warn if it writes into its inputs, as torch 2.13 compiles some int8 residuals."""
+    """Load a package; warn if it writes into its inputs, as torch 2.13's code of some int8 models does."""
     run: Run = load_aoti(target)
     if changes_inputs(run, example):
         say(
@@ -222,7 +222,7 @@ _COMMENT = re.compile(r"(^|\s)#.*")
 
 
 def config_with(config: Path | None, options: TorchScriptOptions, work: Path) -> Path | None:
-    """Write a copy of the configuration with the load options added; return `config` if it needs none.
+    """Write a copy of the configuration with the load options added; return `config` if it has them all.
 
     Raises:
         ModelRefused: `config` has a `torchscript` section that lacks some of the options, or its YAML form

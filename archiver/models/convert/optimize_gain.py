@@ -27,7 +27,7 @@ from torchere.archiver.quantization import SAME_DRIFT
 from torchere.archiver.signature import ANY, Signature
 from torchere.archiver.torchscript_options import TorchScriptOptions
 
-LEAST_GAIN = 1.05  # at every batch size; less is noise, and the second copy of the weights needs memory
+LEAST_GAIN = 1.05  # at every batch size; less may be noise, and a second copy of the weights costs memory
 _BUDGET_S = 1.5  # timing budget per batch size, for both models together
 
 

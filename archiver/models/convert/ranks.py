@@ -48,9 +48,9 @@ _OTHER_PLAN = "name other layers, or take pipeline instead of tensor, or the oth
 
 
 def _refuse_ranks(config: Path | None) -> None:
-    """Raise ModelRefused if `config` spreads the model over ranks, because it then has to stay a class.
+    """Raise ModelRefused if `config` spreads the model over ranks, because such a model has to stay a class.
 
-    The weights may be in another place, and the class alone would be converted with its initial weights.
+    Its weights may be in another place, and the class alone would be converted with its initial weights.
     """
     section = _SECTION.search(config_text(config))
     if section is not None and _IS_OURS.search(section[1]):
@@ -66,7 +66,7 @@ def with_ranks(
     """Try the model over the ranks of `options.parallel`; return options whose config file asks for them.
 
     Raises:
-        ModelRefused: the model can't be spread or has other outputs then, or no section can be appended.
+        ModelRefused: the ranks can't run the model or give other outputs, or no section can be appended.
     """
     module, path, split = source.module, source.path, options.parallel
     if options.model_format != KEEP:
@@ -108,7 +108,7 @@ def with_ranks(
 def _why_in_one_part(module: torch.nn.Module, example: Tensors, say: Say) -> str:
     """Return why a pipeline can't cut the rows of the model's inputs into parts; "" if it can.
 
-    The trial over ranks does not show it: an example of one row, or of equal rows, gives equal answers.
+    The trial over ranks may miss such a reason, because one row, or equal rows, can give equal answers.
     """
 
     def work(tell: Say, _say: Say) -> str:

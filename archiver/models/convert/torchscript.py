@@ -85,7 +85,7 @@ def _frozen(compiled: torch.jit.ScriptModule, example: Tensors) -> torch.jit.Scr
 
 
 class _NormalisedRows(OperatorWatch):
-    """Records whether all batch normalisations of a linear layer's output have rows as inputs."""
+    """Records whether all batch normalisations of linear layers' outputs get inputs [rows, features]."""
 
     only_rows = True
 
@@ -93,11 +93,11 @@ class _NormalisedRows(OperatorWatch):
         if "batch_norm" in func.name() and args[0].dim() != 2 and hasattr(args[0], "is_of_linear_layer"):
             self.only_rows = False
         result = func(*args, **(kwargs or {}))
-        # Freezing removes `detach`, and then folds into the layer before it.
+        # Freezing removes `detach`, and then folds the normalisation into the layer before it.
         if func.name() == "aten::linear" or (
             func.name() == "aten::detach" and hasattr(args[0], "is_of_linear_layer")
         ):
-            result.is_of_linear_layer = True  # on the tensor: its `id` may be another's later
+            result.is_of_linear_layer = True  # kept on the tensor, as its `id` may be reused
         return result
 
 
@@ -108,7 +108,7 @@ def _traced_or_scripted(
         _make_traceable(module)
     try:
         made = _frozen(trace(module, example, say, sizes), example)
-        with unchanged_buffers(module):  # those of the trace, too
+        with unchanged_buffers(module):  # the trace has the same buffers
             tell_unused(module, made, example, say)
         return made
     # Broad: the tracer runs the model's own code, and the compiler may support code that the tracer does not.
@@ -140,9 +140,9 @@ def _both(traced: Exception, scripted: Exception) -> ModelRefused:
 
 @contextmanager
 def readable_properties(module: torch.nn.Module) -> Iterator[None]:
-    """Make properties that raise look missing in the block, as torch's compiler reads every attribute.
+    """Make properties that raise look missing in the block, because torch's compiler reads every attribute.
 
-    A LightningModule without its Trainer raises RuntimeError, and the compiler expects AttributeError only.
+    A LightningModule without its Trainer raises RuntimeError, and the compiler expects only AttributeError.
     """
     raising = {
         (owner, name): item
@@ -237,7 +237,7 @@ def trace(
             made: Any = torch.jit.trace(  # type: ignore[no-untyped-call]
                 module if is_plain else _Flat(module), copies(example), strict=False, check_trace=False
             )
-    with unchanged_buffers(module):  # those of the trace, too
+    with unchanged_buffers(module):  # the trace has the same buffers
         _refuse_other_answers(module, made, example, sizes, ends=bool(places))
     if places:
         count = "one place" if len(places) == 1 else f"{len(places)} places"
@@ -281,7 +281,7 @@ class _Flat(torch.nn.Module):
 
 @contextmanager
 def _plain_encoders(module: torch.nn.Module) -> Iterator[None]:
-    """Replace the module's encoders in the block by ones whose trace is correct for padding anywhere.
+    """Replace torch's encoders in the block by `Encoder`, whose trace is correct wherever the padding is.
 
     Torch's encoder skips padding if it is at the end of every row. A trace would keep this branch, and mix up
     the tokens of rows whose padding is not at the end.
@@ -362,7 +362,7 @@ def _refuse_other_answers(
 def _fixes(module: torch.nn.Module, made: Run, resized: Iterator[Tensors], tell: Say) -> bool:
     """Return whether the trace differs on the first inputs in `resized` that the module accepts.
 
-    All have the same size. If the trace fails, `signature_of` finds the sizes that it accepts.
+    These inputs are all of one size. If the trace fails, `signature_of` finds the sizes that it accepts.
     """
     for inputs in resized:
         tell(shapes(inputs))
@@ -376,7 +376,7 @@ def _fixes(module: torch.nn.Module, made: Run, resized: Iterator[Tensors], tell:
 def _contradicts(module: torch.nn.Module, inputs: Tensors, wanted: Named, found: Named | None) -> bool:
     """Return whether the results differ although the module gives equal results for equal inputs.
 
-    A module that does not keeps state, which `signature_of` reports.
+    If equal inputs give different results, the module keeps state, which `signature_of` reports.
     """
     if not _differ(wanted, found) or _differ(wanted, _answers(module, inputs)):
         return False

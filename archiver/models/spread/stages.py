@@ -301,7 +301,7 @@ class Wire:
         """Send a tree of tensors and plain values.
 
         Raises:
-            Exception: the tree can't be sent, for example because of its values; nothing was sent.
+            Exception: the tree can't be sent, for example because of a leaf's type; nothing was sent.
         """
         leaves, spec = pytree.tree_flatten(tree)
         for leaf in leaves:

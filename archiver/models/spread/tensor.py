@@ -100,7 +100,7 @@ def _check_parts(model: torch.nn.Module, parts: Mapping[str, Part]) -> None:
 def _dimension(layer: torch.nn.Module, style: str) -> int:
     """Return the dimension of the weight that is split.
 
-    Dimension 1 is that of the inputs in the weight of a linear layer, and of the outputs in an embedding's.
+    A linear layer's weight has the inputs in dimension 1, an embedding's weight has the outputs there.
     """
     return int(("rowwise" in style) == isinstance(layer, torch.nn.Linear))
 
@@ -155,7 +155,7 @@ def _features(call: _Call, words: torch.Tensor) -> torch.Tensor:
 def _words(call: _Call, words: torch.Tensor) -> torch.Tensor:
     count = call.layer.weight.shape[0]
     outside = (words < 0) | (words >= call.layer.num_embeddings)
-    if words.device.type == "cpu" and bool(outside.any()):  # otherwise the sum would be 0 for it
+    if words.device.type == "cpu" and bool(outside.any()):  # otherwise such words would get zeros
         raise IndexError("index out of range in self")  # the text of torch
     own = words - call.rank * count
     is_own = (own >= 0) & (own < count)
@@ -207,7 +207,7 @@ def _check(layer: torch.nn.Module, name: str, style: str, ranks: int) -> None:
 
 
 def _pairs(model: torch.nn.Module) -> dict[str, str]:
-    """Find pairs of linear layers: only the second reads the first, directly or by elementwise functions.
+    """Find pairs of linear layers: only the second reads the first, at most through elementwise functions.
 
     The first is split by columns and the second by rows, so that a pair needs one `all_reduce`.
     """
