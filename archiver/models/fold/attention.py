@@ -3,7 +3,7 @@
 The projections are a third of a transformer's weights; left in fp32, they would be most of the size of the
 quantised file. `nn.MultiheadAttention` keeps them as its own parameters, which layer quantisers don't find,
 and torch's encoder layers pass them to one fused operator. In the layers here they are ordinary linear
-layers. The layers here are for inference only, without dropout. They are thread-safe, and TorchScript, FX and
+layers. The layers are for inference only, without dropout. They are thread-safe, and TorchScript, FX and
 torch.export accept them.
 """
 
@@ -26,7 +26,7 @@ from torchere.archiver.models.inputs.run import has_hooks
 from torchere.archiver.models.measure.difference import answers, difference
 
 _MAX_DRIFT = 1e-3  # only the order of sums differs
-# The errors of a model whose own code reads the weights of an attention layer, which was replaced.
+# The errors of a model whose own code reads the weights of an attention layer that was replaced.
 _LOOKED_INTO = (
     AssertionError,
     AttributeError,
@@ -49,7 +49,7 @@ class Opened:
 def open_attention(module: nn.Module, example: tuple[torch.Tensor, ...]) -> Opened:
     """Copy the model and replace `nn.MultiheadAttention` by linear layers and plain operations.
 
-    `nn.TransformerEncoderLayer` and `nn.TransformerEncoder` are replaced, too, because they read its weights.
+    `nn.TransformerEncoderLayer` and `nn.TransformerEncoder` are replaced, too: they read attention's weights.
     Subclasses, layers with hooks, and attention with `add_bias_kv` or `add_zero_attn` stay unchanged. The
     whole model stays unchanged if the copy gives another output for the example, or fails because its own
     code reads the replaced weights.
@@ -99,7 +99,7 @@ def _changed(
 
 
 def _plain(layer: nn.Module, made: dict[nn.Module, nn.MultiheadAttention]) -> nn.Module:
-    """Return the plain layer for one of torch's, or the layer itself; add attention to `made`."""
+    """Return the plain layer that replaces one of torch's, or the layer itself; add attention to `made`."""
     if isinstance(layer, nn.MultiheadAttention) and _opens(layer):
         kind = CrossAttention if layer.in_proj_weight is None else SelfAttention
         attention = kind(layer)
@@ -289,7 +289,7 @@ class Attention(nn.Module):
 
 
 class SelfAttention(Attention):
-    """Attention of mostly one tensor as query, key and value: one projection, which is faster in int8."""
+    """Attention that usually gets one tensor as query, key and value: one projection is faster in int8."""
 
     def __init__(self, made_of: nn.MultiheadAttention) -> None:
         """Take the weights of a layer whose three projections share one weight."""

@@ -59,10 +59,10 @@ def fold(module: nn.Module, example: tuple[torch.Tensor, ...]) -> Folded:
         example: arguments of the model.
 
     Raises:
-        NotTraceable: the forward branches on values, calls untraceable code, keeps state in place, or was
-            traced incorrectly: tracing can take another branch than the model, such as that of an optional
-            argument. Or the model has hooks of its own.
-            `int8-dynamic` supports such a model if it has linear or recurrent layers.
+        NotTraceable: the forward branches on values, calls untraceable code or keeps state in place; the
+            model has hooks of its own; or the traced graph gives other results, because tracing took another
+            branch, such as that of an optional argument. `int8-dynamic` supports such a model if it has
+            linear or recurrent layers.
     """
     model = copy.deepcopy(module).eval()
     folded = _folded(traced(copy.deepcopy(model), example), example)
@@ -323,7 +323,7 @@ _PLAIN = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 def _number_paddings(graph: fx.GraphModule) -> None:
-    """Replace paddings that are words by numbers, or, if no numbers do the same, by a layer that pads."""
+    """Replace paddings that are words by numbers; if no numbers do the same, also pad before the layer."""
     for node in list(graph.graph.nodes):
         layer: Any = module_at(graph, node)
         if type(layer) not in _PLAIN or not isinstance(layer.padding, str) or has_hooks(layer):
@@ -358,12 +358,10 @@ _NORMALISATIONS: dict[type[nn.Module], type[nn.Module]] = {
 
 
 def fold_normalisations(graph: fx.GraphModule, example: tuple[torch.Tensor, ...]) -> int:
-    """Fold each batch normalisation that is the only reader of a convolution or linear layer.
+    """Fold each batch normalisation that alone reads a convolution or linear layer; return the count.
 
-    Return the count.
-
-    A linear layer is folded only if its output has two dimensions: the layer computes the last dimension, and
-    the normalisation scales dimension 1. The graph is run on the example to get the number of dimensions.
+    A linear layer computes the last dimension of its output, and the normalisation scales dimension 1, so the
+    two are folded only if the output has two dimensions. The graph is run on the example to count these.
     """
     nodes = [node for node in graph.graph.nodes if _is_followed(graph, node)]
     linear = [node for node in nodes if isinstance(module_at(graph, node), nn.Linear)]

@@ -1,4 +1,4 @@
-"""Folding of parametrisations, as weight normalisation or pruning, into plain weights, before quantisation.
+"""Folding of parametrisations, such as weight normalisation or pruning, into plain weights to quantise.
 
 A parametrised layer has a class of its own and computes its weight at each call. Quantisers recognise layers
 by their class, and would count the parts of a parametrisation as layers with weights.
@@ -38,7 +38,7 @@ def copied(module: nn.Module) -> nn.Module:
 
 
 def _hooks(layer: nn.Module) -> dict[str, Callable[[nn.Module, str], Any]]:
-    """Return the names of weights that hooks compute, each with the function that makes it a plain one."""
+    """Return the names of weights that hooks compute, each with the function that makes the weight plain."""
     found: dict[str, Callable[[nn.Module, str], Any]] = {}
     for hook in layer._forward_pre_hooks.values():
         for kind, attribute, remove in _HOOKS:

@@ -77,10 +77,10 @@ def traced(module: nn.Module, example: tuple[torch.Tensor, ...]) -> fx.GraphModu
 
 
 def _with_inputs(module: nn.Module, count: int) -> nn.Module:
-    """Give the module a class whose forward has only the first `count` parameters; others have defaults.
+    """Give the module a class whose forward has only the first `count` parameters; the rest keep defaults.
 
     FX would turn a flag that the example lacks into a symbol, and fail where the forward branches on it. The
-    `concrete_args` of FX fix such parameters, but keep them as inputs of the graph that checks their values.
+    `concrete_args` of FX fix such parameters, but keep them as inputs of the graph, which checks the values.
     """
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     parameters = list(inspect.signature(module.forward).parameters.values())
@@ -104,7 +104,7 @@ def _follow_changes(graph: fx.GraphModule, example: tuple[torch.Tensor, ...]) ->
     The graph is run on a copy of the example, to see which nodes change memory, and which nodes share it.
 
     Returns:
-        Words for a change that can't be followed, to end "the forward changes"; None if there is none.
+        Text about a change that can't be followed, to end "the forward changes"; None if there is none.
     """
     run = _Changes(graph)
     with torch.inference_mode(False), torch.no_grad():  # inference mode does not count changes
@@ -153,7 +153,7 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 
 def _overlap(some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
-    """Return whether two tensors share an element; tensors of different types in one memory count, too."""
+    """Return whether two tensors share an element; if their dtypes differ, whether they share a storage."""
     for one, other in itertools.product(some, others):
         if one.untyped_storage()._cdata != other.untyped_storage()._cdata:
             continue
