@@ -168,7 +168,7 @@ def _freezing(module: torch.nn.Module, options: BuildOptions) -> bool | None:
 def refuse_no_room(module: torch.nn.Module, work: Path, copies: int = 1) -> None:
     """Raise ModelRefused if the disk space, or the limit of a file's size, is too small for the weights.
 
-    Where a write fails, torch's writer ends the process.
+    If a write fails, torch's writer ends the process.
     """
     size = sum({id(one): one.nbytes for one in (*module.parameters(), *module.buffers())}.values())
     needed, free, limit = copies * size, shutil.disk_usage(work).free, _largest_file()
@@ -208,8 +208,8 @@ def version() -> str:
 
 # Reads and adds the section `torchscript` of the user's model-config.yaml.
 #
-# The archiver has no YAML parser: it finds the section if its name begins a line, as is usual, and the
-# members if each has a line of its own or all stand in braces.
+# The archiver has no YAML parser. It finds the section if its name begins a line, as is usual, and the
+# members if each has a line of its own or all are in braces.
 
 _NAME = re.compile(r"""["']?torchscript["']?:""")
 # `autocast` with a value disables the optimisation; `autocast: null` does not.

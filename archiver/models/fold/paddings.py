@@ -19,7 +19,7 @@ def folded_paddings(module: nn.Module, example: tuple[torch.Tensor, ...]) -> Fol
     """Call `fold` for a model that stays in fp32; return None if it has no padding to fold.
 
     Raises:
-        NotTraceable: the model pads with zeros, and can't be traced as a graph.
+        NotTraceable: the model pads with a constant, and can't be traced as a graph.
     """
     if not any(isinstance(layer, _ConvNd) for layer in module.modules()):
         return None  # saves the copy that `fold` makes

@@ -136,7 +136,7 @@ class _Changes(fx.Interpreter):
     def _follow(self, change: fx.Node, result: Any, changed: list[torch.Tensor]) -> None:
         if _overlap(changed, [*self.module.parameters(), *self.module.buffers()]):
             self.lost = f"in place ({change.name}) a tensor that stays from call to call"
-        for node, value in self.env.items():  # values of nodes that are read later, and of some others
+        for node, value in self.env.items():  # values that are read later, and some that are not
             is_read = any(user > change for user in node.users)
             if not (is_read and _overlap(changed, _tensors(value))):
                 continue

@@ -55,7 +55,7 @@ class Measured:
 
     @property
     def note(self) -> str:
-        """One line for people: `onednn 7.1 ms`."""
+        """The measurement in one line: `onednn 7.1 ms`."""
         return f"{self.engine} {self.failure}" if self.failure else f"{self.engine} {self.latency_ms:.3g} ms"
 
 

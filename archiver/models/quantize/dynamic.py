@@ -57,7 +57,7 @@ def dynamic(module: nn.Module, kept: Collection[str] = ()) -> tuple[nn.Module, i
 
     The weights are packed for the current engine. Linear weights have a scale per row, which costs nothing
     and loses the least accuracy; recurrent kernels support a single scale only. Large embeddings get 8 bits,
-    too, with a scale per row: they are half of the size of a language model.
+    too, with a scale per row, because they are half of the size of a language model.
 
     Raises:
         ModelRefused: there is no such layer, or the model is TorchScript.

@@ -139,8 +139,7 @@ def _weight_only(model: LoadedModel, method: str, target: str) -> Quantised:
 def shared_scale(model: LoadedModel, method: str) -> tuple[str, ...]:
     """Return a warning about dynamic int8 if a batch has floating-point rows of several clients; else ().
 
-    A model of tokens gets no warning: the activations after an embedding have about the same size for all
-    tokens.
+    A model of tokens gets no warning, because an embedding gives all tokens activations of about one size.
     """
     takes_fractions = any(tensor.is_floating_point() for tensor in model.example)
     if method != "int8-dynamic" or not model.signature.batched or not takes_fractions:

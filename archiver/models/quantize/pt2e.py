@@ -34,7 +34,7 @@ _LAYERS = {
     torch.ops.aten.linear.default,
 }
 _SUMS = {torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor}
-# The layers that torchao finds by the class of their module, as a graph names it.
+# The classes of modules by which torchao finds layers, with the names that graphs have for them.
 _MODULES = {f"{kind.__module__}.{kind.__qualname__}" for kind in (nn.Linear, nn.Conv2d)}
 _PT2E = "torchao.quantization.pt2e.quantize_pt2e"
 _QUANTIZER = "torchao.quantization.pt2e.quantizer.x86_inductor_quantizer"

@@ -323,7 +323,7 @@ def _is_coarse(node: fx.Node, values: Mapping[fx.Node, Any]) -> bool:
 
 
 def _number_or_range(result: Any) -> Any:
-    """Return a number as it is, the range of a floating-point tensor and 0, and None for other results."""
+    """Return a number as it is, a floating-point tensor's range extended to 0, or None for other results."""
     if isinstance(result, torch.Tensor) and result.is_floating_point() and result.numel():
         return min(float(result.min()), 0.0), max(float(result.max()), 0.0)
     return result if isinstance(result, (int, float)) else None
