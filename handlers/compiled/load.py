@@ -151,7 +151,7 @@ def _load_program(path: str, device: str | None) -> CompiledModel:
 
 
 def _refuse_code(path: str) -> None:
-    """Refuse an exported program that could run code: torch evaluates and unpickles parts of the file."""
+    """Refuse an exported program that could run code, because torch evaluates and unpickles parts of it."""
     try:
         with open(path, "rb") as file:
             check_program(file, os.path.getsize(path))

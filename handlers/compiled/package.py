@@ -42,7 +42,7 @@ _NONE_INSIDE = re.compile(  # inputs, outputs, constants, ..., whether the libra
     rb"AOTInductorModelBase\(\s*\d+,\s*\d+,\s*[1-9]\d*,\s*device_str,\s*std::move\(cubin_dir\),\s*false\)"
 )
 _COPY_BYTES = 1 << 20
-# Limits for what is unpacked into memory. The compiler's notes take less than 1 KiB; the source of a large
+# Limits for entries unpacked into memory. The compiler's notes take less than 1 KiB; the source of a large
 # model has some MiB.
 _MAX_METADATA_BYTES = 1 << 20
 _MAX_SOURCE_BYTES = 64 << 20

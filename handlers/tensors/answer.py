@@ -213,7 +213,7 @@ _head_of_binary = lru_cache(maxsize=256)(_head)  # answers have few shapes; thos
 def wanted_outputs(outputs: list[Output], wish: Wish, labels: Labels | None) -> list[tuple[Output, bool]]:
     """Return each output that the request asks for, and whether it is sent as binary data.
 
-    The outputs are in the order of the request, or all outputs if the request names none.
+    They are in the order of the request; if it names none, all outputs are returned.
 
     Raises:
         TensorError: the wish names an unknown output, or asks for the classes of a BYTES output.

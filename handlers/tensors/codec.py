@@ -210,8 +210,8 @@ def _torch_bfloat16(raw: bytes | bytearray | memoryview, sizes: tuple[int, ...])
 
 # Converts tensors to and from Open Inference Protocol JSON: a list, flat or nested as the shape.
 #
-# JSON has no NaN and no infinity, so a request can carry them in binary form only. Answers have them as
-# Python's `json` and Triton write them: `NaN`, `Infinity`.
+# JSON has no NaN and no infinity. Requests may have them as strings or, within limits, without quotes
+# (`quoted_non_finite`). Answers have them as Python's `json` and Triton write them: `NaN`, `Infinity`.
 
 _NUMBERS = frozenset({int, float})
 _LISTS = frozenset({list})

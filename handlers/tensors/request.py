@@ -49,7 +49,7 @@ _NUMBER = re.compile(rb"[-+.0-9][-+.0-9eE]*[ \t\r\n]*|-?Infinity|NaN")
 _NUMBER_BYTES = 4
 _PRINTABLE = bytes(range(32, 127)) + b"\t\r\n"
 _ENCODED = (str, bytes, bytearray)  # types of a value that was not decoded
-_MAX_DEPTH = 64  # of lists in lists: torch has no more dimensions
+_MAX_DEPTH = 64  # of nested lists, because torch has no more dimensions
 
 
 class Example(NamedTuple):
@@ -92,7 +92,7 @@ def example_of(row: Mapping[str, Any], layout: Layout, type_of: Callable[[str], 
     Args:
         row: the row as the executor decoded it.
         layout: the layout of the model's inputs.
-        type_of: returns the content type of the value of that name; "" if the client named none.
+        type_of: returns the content type of the value with a given name; "" if the client gave none.
 
     Raises:
         TensorError: the row holds no example for this model; the text names the field.
