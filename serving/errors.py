@@ -8,11 +8,11 @@ the message, the class repeats it verbatim. `detail` is for the operator: the lo
 
 from __future__ import annotations
 
-MAX_SHOWN_NAME = 255  # characters of a name in a message; names that exist are not longer
+MAX_SHOWN_NAME = 255  # characters of a name in a message; names of registered models are not longer
 
 
 def _shown(name: str) -> str:
-    """Return a client's name for a message, cut: a request may name a model by megabytes."""
+    """Return a name from a client, cut to fit a message: a request may hold megabytes as a model's name."""
     return name if len(name) <= MAX_SHOWN_NAME else f"{name[:MAX_SHOWN_NAME]}..."
 
 
@@ -133,7 +133,7 @@ class WorkflowNotFound(NotFound):
 
 
 class WorkflowFailed(ServingError):
-    """Models of a workflow could not be registered or loaded; nothing of it is left."""
+    """Models of a workflow could not be registered or loaded; no part of it stays registered."""
 
     code = "workflow_failed"
 
@@ -169,7 +169,7 @@ class Unavailable(ServingError):
 
 
 class CutOff(Unavailable):
-    """The request was ended while it may have been running: sent again, it could run twice.
+    """The request was ended while it may have been running, so a retry could run it twice.
 
     Its model was unloaded, or the server stops.
     """
@@ -199,8 +199,8 @@ class Restarting(Unavailable):
 class VersionFailed(Unavailable):
     """The version has no executor because it failed to load, or because its executors gave up.
 
-    The message is TorchServe's, which tells clients to add workers; `plain` tells what is wrong instead, for
-    protocols whose clients do not know TorchServe's text.
+    The message is TorchServe's, which tells clients to add workers; `plain` describes the failure instead,
+    for protocols whose clients do not know TorchServe's text.
     """
 
     code = "version_failed"
@@ -277,7 +277,7 @@ class OutOfResources(ServingError):
 
 
 class NoRoom(OutOfResources):
-    """A request, or a batch, found no memory on its way to the handler, so it was not run."""
+    """There was no memory to pass a request, or a batch, to the handler, so it was not run."""
 
     code = "no_room"
 
@@ -324,9 +324,9 @@ class LoadFailed(ServingError):
 
     @classmethod
     def of(cls, model: str, version: str, detail: str, out_of_memory: bool = False) -> LoadFailed:
-        """Return the error with the contract's text for a version whose executors do not start.
+        """Return the error with TorchServe's text for a version whose executors do not start.
 
-        A long detail, which a handler chose and describe repeats, loses its end.
+        A long detail loses its end: a handler may choose it, and `describe` repeats it.
         """
         detail = detail[:MAX_DETAIL_CHARACTERS]
         return cls(f"Failed to start workers for model {model} version: {version}", detail, out_of_memory)

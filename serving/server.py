@@ -1,6 +1,6 @@
 """The composition root: creates the components in order, opens the ports, and shuts down in order.
 
-Start: keys, registry (start-up models registered, loading in the background), ports, ready.
+Start: keys, registry, ports, start-up models (registered; they load in the background), ready.
 Stop: unready, normal service for `drain_delay_s`, ports closed and accepted requests answered, versions
 unloaded.
 """
@@ -102,7 +102,7 @@ class Server:
             self._metrics.tracing = open_tracing(__version__)
         audit_log.open(settings.audit_log)
         certificates = certificates_of(settings)
-        keys = self._keys = keys_of(settings)  # last of what the settings may forbid: it writes a file
+        keys = self._keys = keys_of(settings)  # after all checks that may refuse the start: it writes a file
         self._registry = Registry(settings, RegistryMetrics(self._metrics), self._fork_server)
         budgets = budgets_of(settings.limits)
         own_limits = keys.client_limits if isinstance(keys, FixedKeys) else None
@@ -124,7 +124,7 @@ class Server:
         self._follow([each for each in (keys, certificates) if isinstance(each, Reloaded)])
         try:
             wanted = await self._registry.wanted_at_startup()
-            # Before archives are unpacked, which may take minutes: probes are answered meanwhile.
+            # Before archives are unpacked, which may take minutes, so that probes are answered meanwhile.
             endpoints = await self._ports.open(self._dataplane, controlplane, services)
             await self._registry.load_at_startup(wanted)
             await controlplane.workflows.known.load_at_startup(settings.snapshot_workflows)
@@ -190,7 +190,7 @@ class Server:
             self._keys.close()
 
     async def tell_models(self, endpoints: Endpoints) -> None:
-        """Once the models of the start have settled, say which work, and how to call each."""
+        """Once every start-up model has loaded or failed, print which ones work and how to call each."""
         versions = list(self._registry.versions())
         await asyncio.gather(*(version.settled.wait() for version in versions))
         caller = Caller(_own_command(), endpoints.rest["inference"], self._settings)
@@ -304,7 +304,7 @@ def _announce(endpoints: Endpoints, settings: ServerSettings) -> None:
 
 
 def _own_command() -> str | None:
-    """Return how `torchere` is run here; None if `torchere predict` has no HTTP library."""
+    """Return the command that runs `torchere`; None if httpx, which `torchere predict` needs, is missing."""
     if importlib.util.find_spec("httpx") is None:
         return None
     beside = Path(sys.executable).with_name("torchere")
@@ -339,7 +339,7 @@ def open_tracing(version: str) -> SpanMaker:
 def _refuse_open_management(settings: ServerSettings) -> None:
     """Raise ServingError where clients in the network could manage models without authorization.
 
-    The commands have checked it before; settings that a program makes have passed no other check.
+    The commands have checked it before, but settings that a program makes pass no other check.
     """
     for address in (settings.management_address, settings.grpc_management_address):
         is_open = address is not None and not settings.allows_management(address)
@@ -361,7 +361,7 @@ def _refuse_few_files(files: int) -> None:
 
 
 def _metrics_config(settings: ServerSettings) -> MetricsConfig:
-    """Return the declared metrics of `metrics_config`; an invalid file has none, and is logged."""
+    """Return the metrics that the file `metrics_config` declares; log an invalid file, and return none."""
     if settings.metrics_config is None:
         return built_in_config()
     try:

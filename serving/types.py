@@ -1,6 +1,6 @@
 """Immutable records that are passed between packages, threads and processes.
 
-The records are `msgspec` structs, so that the process executor can serialize them to its socket directly.
+Records for workers are `msgspec` structs, so that messages hold them as they are (`workers/messages.py`).
 All times are seconds on the monotonic clock of this machine (`time.monotonic()`), which every process on it
 shares; the frontend converts a timeout to one absolute `deadline_s`, which is never extended.
 """
@@ -31,8 +31,8 @@ class ClientNumbers(NamedTuple):
     """The counters of one client, or of all clients without an identity, at one point in time."""
 
     admitted: int  # predictions
-    running: int  # of these, without an answer
-    refused: Mapping[str, int]  # requests, by limit
+    running: int  # of these, not answered yet
+    refused: Mapping[str, int]  # refused requests, by the limit that they reached
 
 
 class Parameter(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -40,7 +40,7 @@ class Parameter(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     name: str
     value: bytes  # a memoryview of the receive buffer for a tensor, or for a large value in a worker
-    content_type: str = ""  # without parameters, "" when the client named none
+    content_type: str = ""  # without its parameters, such as charset; "" when the client named none
 
 
 class InferRequest(msgspec.Struct, frozen=True, array_like=True):
@@ -53,8 +53,8 @@ class InferRequest(msgspec.Struct, frozen=True, array_like=True):
     priority: int = 0  # among queued requests of the same version; see `batching/fair_queue.py`
 
 
-class InferResponse(msgspec.Struct, frozen=True, array_like=True, tag=21):  # as in `workers/messages.py`
-    """One complete response of a handler; `status` and `reason` are the handler contract's."""
+class InferResponse(msgspec.Struct, frozen=True, array_like=True, tag=21):  # tags: see `workers/messages.py`
+    """One complete response of a handler; `status` and `reason` are those that the handler set."""
 
     body: bytes  # in the server a large body is a memoryview of the bytes that its worker sent
     headers: Annotated[tuple[tuple[str, str], ...], msgspec.Meta(max_length=MAX_RESPONSE_HEADERS)] = ()
@@ -63,7 +63,7 @@ class InferResponse(msgspec.Struct, frozen=True, array_like=True, tag=21):  # as
 
 
 class StreamedResponse:
-    """A streamed response: `head` has status and headers; iterate `chunks`, the whole body, once.
+    """A streamed response: `head` has status and headers, `chunks` yields the whole body, once.
 
     Iterating raises a `ServingError` when the executor fails midway.
     """
