@@ -2,7 +2,7 @@
 
 Contract: each request is a batch of one with its own copy of the context, and the handler's coroutines run on
 one event loop, in the main thread of the process. The server sends up to `LoadSpec.at_once` runs, and takes
-their reports in any order. Begin marks are in the page's cell of each run's place, as there is one lane only.
+their reports in any order. As there is only one lane, the cell for a run's begin mark is that of its place.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ LOOK_S = 0.05  # polling interval of the page: which requests are cancelled, and
 
 
 class LaneOfProcess(Protocol):
-    """The used part of a `Lane` of `process.py`."""
+    """The part of `Lane` in `process.py` that is used here."""
 
     data: socket.socket
     batches: FrameReader
@@ -58,7 +58,7 @@ class _Running:
 
 
 class ConcurrentLane:
-    """Serves the only lane of a process, loaded and warm, until its server or its handler ends it.
+    """Serves the only lane of a process, which is loaded and warm, until the server or the handler ends it.
 
     `obey` handles the waiting messages of the control socket; it returns False when the server is gone.
     """
@@ -84,7 +84,7 @@ class ConcurrentLane:
             self._loop.call_soon(self._take)
         self._loop.run_forever()
         for running in self._runs:
-            if not running.has_begun:  # though it may have its mark, for its large values
+            if not running.has_begun:  # `next_run` may have marked it, for its large values
                 self._page.mark(running.place, 0, 0.0)
 
     def _take_order(self) -> None:
@@ -92,7 +92,7 @@ class ConcurrentLane:
             self._loop.stop()
 
     def _take(self) -> None:
-        """Begin the runs that have arrived; the rest of a frame follows its beginning at once."""
+        """Start a task for each run that has arrived; wait for the rest of a frame, which is on its way."""
         while True:
             message = next_run(self._lane.batches, self._begin)
             if message is None:
@@ -116,7 +116,7 @@ class ConcurrentLane:
             self._send_waiting(running)
 
         host = self._host
-        if host.end_cause:  # the server sends it to another worker
+        if host.end_cause:  # the run has not begun: the server sends it to another worker
             return
         running.has_begun = True
         self._begin(message)
@@ -140,20 +140,20 @@ class ConcurrentLane:
         request = message.requests[0]
         try:
             return await self._host.run_beside(request, send_part, lambda: running.is_cancelled)
-        except Exception as err:  # in a task it would end nothing, and the run would wait for its time-out
+        except Exception as err:  # it would end this task only, and the run would wait for its time-out
             logger.exception("a request failed outside of its handler")
             return BatchReport([HandlerFailed(detail=line_of(err))])
 
     def _send_waiting(self, running: _Running) -> None:
         """Send the parts that wait, unless the server holds them back."""
-        with running.sending:  # over both steps, for parts go out in their order
+        with running.sending:  # held over the whole loop, so that parts stay in order
             while running.waiting and not self._page.is_held(running.place):
                 self._lane.send(running.waiting.popleft())
 
     def _look(self) -> None:
         """Cancel the runs whose client has left, and send the parts that were held back."""
         for running in list(self._runs):
-            # A task that is cancelled before its first step takes none, so its run would have no report.
+            # A task that is cancelled before its first step never runs, so its run would get no report.
             is_at_work = running.has_begun and not running.is_cancelled
             if is_at_work and self._page.all_cancelled(running.place, 1):
                 running.is_cancelled = True

@@ -30,14 +30,14 @@ def gpu_count(most: int | None, kind: str = "cuda") -> int:
 
 
 def counted_kind(kind: str | None) -> str:
-    """Return the kind whose GPUs count for a kind of device: CUDA's, unless its own have numbers."""
+    """Return the kind of GPU to count for a kind of device: itself for xpu and hpu, otherwise cuda."""
     return kind if kind in _VISIBLE_OF_KIND else "cuda"
 
 
 def new_places(
     count: int, next_id: Callable[[], int], gpu_ids: tuple[int, ...], others: Iterable[ExecutorStatus]
 ) -> Iterator[tuple[int, int | None]]:
-    """Yield the id and GPU of each new executor of a version: the GPU with the fewest of its executors.
+    """Yield the id and GPU of each new executor of a version: the GPU that has the fewest of the version's.
 
     Ties are resolved in turn, by the executor id. A GPU that is listed twice gets twice as many executors;
     without GPUs all are on the CPU (None). `others` are the existing executors of the version.
@@ -53,7 +53,7 @@ def new_places(
 
 
 def first_devices(gpu_ids: tuple[int, ...], devices: int) -> tuple[int, ...]:
-    """Return the first GPU of each worker that takes `devices` of them; a rest that is too small is left out.
+    """Return the first GPU of each worker if each takes `devices` GPUs; leftover GPUs are not used.
 
     >>> first_devices((0, 1, 2, 3, 4), 2)
     (0, 2)
@@ -62,9 +62,9 @@ def first_devices(gpu_ids: tuple[int, ...], devices: int) -> tuple[int, ...]:
 
 
 def show_devices(spec: LoadSpec, gpu_id: int | None, kind: str) -> None:
-    """Show this process the GPUs of its worker only, from `gpu_id` on. Call it before torch uses them.
+    """Hide all GPUs from this process but those of its worker, from `gpu_id` on. Call it before torch's use.
 
-    `kind` is that of the model config, in lower case; "": it names none.
+    `kind` is the kind of device in the model config, in lower case; "" if it names none.
     """
     if gpu_id is None:
         return
@@ -81,8 +81,8 @@ def show_devices(spec: LoadSpec, gpu_id: int | None, kind: str) -> None:
 class CoreShares:
     """Divides the cores over the executors of all versions. Used on the event loop only.
 
-    Lanes take the current `threads` before each run (`LanePage.prepare`), so that executors that come and go
-    change the others without a restart.
+    Lanes take the current `threads` before each run (`LanePage.prepare`), so that they need no restart when
+    other executors are added or removed.
     """
 
     def __init__(self, cores: int) -> None:
@@ -98,7 +98,7 @@ class CoreShares:
         self.threads = self.with_more(0)
 
     def with_more(self, executors: int) -> int:
-        """Return the threads of each executor if there were so many more; all together fit the cores."""
+        """Return the threads of each executor if `executors` more were added; together they fit the cores."""
         return max(1, self._cores // max(1, sum(self._executors.values()) + executors))
 
 
@@ -111,8 +111,8 @@ NVML = "libnvidia-ml.so.1"
 ASK_TORCH = (sys.executable, "-c", "import sys, torch; print(getattr(torch, sys.argv[1]).device_count())")
 _NAMES = {"cuda": "CUDA", "xpu": "torch.xpu", "hpu": "torch.hpu"}
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
-_VISIBLE_FIRST = "HIP_VISIBLE_DEVICES"  # ROCm looks at CUDA's only where this is not set
-_VISIBLE_OF_KIND = {"xpu": "ZE_AFFINITY_MASK", "hpu": "HABANA_VISIBLE_MODULES"}  # others: `_VISIBLE`
+_VISIBLE_FIRST = "HIP_VISIBLE_DEVICES"  # ROCm reads CUDA's variable only if this one is not set
+_VISIBLE_OF_KIND = {"xpu": "ZE_AFFINITY_MASK", "hpu": "HABANA_VISIBLE_MODULES"}  # of other kinds: `_VISIBLE`
 ASK_TIMEOUT_S = 120.0
 _ORDINALS = re.compile(r"\s*[0-9]+\s*(,\s*[0-9]+\s*)*")
 
@@ -120,7 +120,7 @@ _ORDINALS = re.compile(r"\s*[0-9]+\s*(,\s*[0-9]+\s*)*")
 def visible_gpus() -> int:
     """Return the number of GPUs visible to this process in CUDA or ROCm. Blocks: call it in a thread.
 
-    Creates no CUDA context, which costs hundreds of megabytes on each GPU and does not survive a fork.
+    Creates no CUDA context: one takes hundreds of megabytes on each GPU and does not survive a fork.
     """
     libraries = _torch_libraries()
     built_for_gpus = any("c10_cuda" in name for name in libraries) or _is_for_rocm(libraries)
@@ -149,7 +149,7 @@ def _is_for_rocm(libraries: list[str]) -> bool:
 
 
 def _shown(ordinals: list[int], there: int) -> int:
-    """Return how many of `there` GPUs CUDA shows: a duplicate hides all, a missing one hides the rest."""
+    """Return how many of `there` GPUs CUDA shows: a repeated ordinal hides all, one too high the rest."""
     if len(set(ordinals)) < len(ordinals):
         return 0
     return next((index for index, ordinal in enumerate(ordinals) if ordinal >= there), len(ordinals))
@@ -170,7 +170,7 @@ def _counted_by_driver() -> int | None:
 
 
 def _counted_by_torch(kind: str = "cuda") -> int:
-    # The folder the server was started in must not shadow modules of torch (Python 3.11 on).
+    # Files in the current directory must not shadow modules of torch (has an effect from Python 3.11 on).
     environment = {**os.environ, "PYTHONSAFEPATH": "1"}
     try:
         done = subprocess.run(

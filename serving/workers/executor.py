@@ -23,11 +23,11 @@ from torchere.serving.errors import (
 from torchere.serving.types import InferResponse
 from torchere.serving.workers.sandbox import Sandbox
 
-_MOST_S = 1e9  # 30 years
+_MOST_S = 1e9  # 30 years: above this a reported time is implausible
 
 
-class Unfinished(msgspec.Struct, frozen=True, array_like=True, tag=22):  # as in `messages.py`
-    """The outcome of a request whose answer is not complete: `part` is a part of it.
+class Unfinished(msgspec.Struct, frozen=True, array_like=True, tag=22):  # tags: see `messages.py`
+    """The outcome of a request whose answer is not complete: `part` is its next part.
 
     The request must run again on the same executor, with the same id and no parameters (continuous batching).
     """
@@ -46,7 +46,7 @@ class ExecutorState(Enum):
     STARTING = "starting"
     READY = "ready"
     SUSPECT = "suspect"  # loaded, but missed a heartbeat: gets no batch until it answers
-    RESTARTING = "restarting"  # lost; waits for its back-off
+    RESTARTING = "restarting"  # lost; waits for its back-off, or loads again
     FAILED = "failed"  # not restarted any more: it kept failing for longer than max_retry_timeout_s
     STOPPED = "stopped"
 
@@ -82,7 +82,7 @@ class BatchReport(msgspec.Struct, frozen=True):
     metrics: tuple[MetricSample, ...] = ()  # samples that the handler reported through `context.metrics`
     # Parts of handler_s: preprocess, inference and postprocess, as far as the handler reports them.
     stages_s: tuple[float, float, float] = (0.0, 0.0, 0.0)
-    began_s: float = 0.0  # monotonic, when an executor took it; 0: none took it, or unknown
+    began_s: float = 0.0  # monotonic, when an executor began the batch; 0: none did, or unknown
 
     @property
     def all_stages_s(self) -> tuple[float, float, float, float]:
@@ -92,9 +92,9 @@ class BatchReport(msgspec.Struct, frozen=True):
         return preprocess, inference, postprocess, rest if rest > 0 else 0.0
 
     def plausible(self) -> BatchReport:
-        """Return the report without its times, as if none were told, unless all can be true.
+        """Return the report; without its times if any of them is impossible.
 
-        The worker may be hostile: a time that is not a number would end the function that counts the batch.
+        The worker may be hostile: a NaN would break the function that counts the batch.
         """
         times = (self.handler_s, *self.stages_s, self.began_s)
         if all(0 <= each_s < _MOST_S for each_s in times) and self.began_s <= time.monotonic():
@@ -106,16 +106,16 @@ class BatchReport(msgspec.Struct, frozen=True):
 class Rendezvous:
     """Where the machines of a rank group meet, and how many there are (`machines.py`); plain data only."""
 
-    host: str  # the leader listens here
+    host: str  # where the leader listens
     port: int
     least: int  # machines, the leader included
     most: int
-    join_s: float  # the leader waits for the least number for so long
-    last_call_s: float  # and then for further ones
+    join_s: float  # how long the leader waits for the least number
+    last_call_s: float  # how long it then waits for further machines
     run_id: str = ""  # `TORCHELASTIC_RUN_ID`; "": made from the model's name
     secret: bytes = field(default=b"", repr=False)
-    archive: str = ""  # its name in the model store of each machine
-    url: str = ""  # where it was registered from
+    archive: str = ""  # the archive's file name in the model store of each machine
+    url: str = ""  # the URL or name that the model was registered with
     fingerprint: str = ""  # `StoredArchive.fingerprint`
     is_patient: bool = False  # a first load is tried again until the machines have come
 
@@ -124,7 +124,7 @@ class Rendezvous:
 class LoadSpec:
     """The parameters for loading one handler instance, here or in another process; plain data only.
 
-    `archive_dir` is the unpacked archive; `serialized` values come from its manifest and model config.
+    `archive_dir` is the folder of the unpacked archive.
     """
 
     model_name: str
@@ -151,7 +151,7 @@ class LoadSpec:
     devices: int = 1  # GPUs of a worker
     parallel_type: str = ""  # with "pp" only rank 0 gets the requests
     rendezvous: Rendezvous | None = None  # None: the ranks are on this machine only
-    max_restarts: int | None = None  # in a row, after losses of its own; None: no limit
+    max_restarts: int | None = None  # in a row, after losses that were the worker's fault; None: no limit
 
     @property
     def is_group(self) -> bool:
@@ -160,7 +160,7 @@ class LoadSpec:
 
     @property
     def most_requests(self) -> int:
-        """The most requests of a run: sequences and continuous batching may double the batch."""
+        """The largest number of requests in a run: sequences and continuous batching may double the batch."""
         return 2 * self.batch_size
 
     def failed(self, detail: str, out_of_memory: bool = False) -> LoadFailed:

@@ -5,7 +5,7 @@ worker (its lanes socket, its control socket, its page, the pipe for its output)
 worker that needs torch's compiler (the first one lets the fork server import it), or `R` with those of a
 process for several versions (its room socket, the pipe). The fork server answers each, in order, with
 `P <pid>`, or with `E <errno>` if the fork failed. It sends `X <pid> <exit code>` when a worker has ended.
-Before that it sends `I <number>` ahead of the import of each module of `preload_modules`, and once behind.
+At its start it sends `I <number>` before it imports each module of `preload_modules`, and after the last one.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MAX_MESSAGE_BYTES = 64
 WORKER = b"F"
 COMPILER_WORKER = b"C"  # has imported torch's compiler; the first one takes 2 s
 ROOM = b"R"  # for several versions; inherits its room socket
-DESCRIPTORS = {WORKER: 4, COMPILER_WORKER: 4, ROOM: 2}  # of a request
+DESCRIPTORS = {WORKER: 4, COMPILER_WORKER: 4, ROOM: 2}  # number in a request
 FORK_TIMEOUT_S = 120.0  # the first fork waits for imports; a fork server that hangs for longer is given up
 
 
@@ -61,7 +61,7 @@ class ForkServer:
         forked: asyncio.Future[tuple[int, asyncio.Future[int]]] = self._loop.create_future()
         try:
             socket.send_fds(self._control, [kind], [*descriptors, output])
-        except ConnectionError:  # it has ended; its last messages say during which import
+        except ConnectionError:  # it has ended; its last messages name the module it was importing
             while not self.lost:
                 self._receive()
             raise OSError(self._said("the fork server was lost")) from None

@@ -32,7 +32,7 @@ from torchere.serving.workers.fork_client import COMPILER_WORKER, DESCRIPTORS, R
 
 # Exported programs and `torch.compile` need them. They start no thread and ask for no GPU.
 COMPILER = ("torch._dynamo", "torch._export.serde.serialize", INT8_OPERATORS)
-ASKS_NVML = "PYTORCH_NVML_BASED_CUDA_CHECK"  # of torch.cuda.is_available
+ASKS_NVML = "PYTORCH_NVML_BASED_CUDA_CHECK"  # torch.cuda.is_available then initialises no CUDA
 
 
 class ForkServer:
@@ -40,7 +40,7 @@ class ForkServer:
 
     def __init__(self, control: socket.socket) -> None:
         self._control = control
-        control.setblocking(False)  # recv_fds of Python 3.11 does not pass its flags on
+        control.setblocking(False)  # not by MSG_DONTWAIT: recv_fds of Python 3.11 ignores its flags
         self._selector = selectors.DefaultSelector()
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_write, False)
@@ -134,9 +134,9 @@ class ForkServer:
 
 @cache
 def import_compiler() -> None:
-    """Import torch's compiler once for all workers: it takes each 1.7 s and 70 MB of its own.
+    """Import torch's compiler once for all workers: an import in each would take 1.7 s and 70 MB.
 
-    Workers that need it import it themselves where it fails here, as with a temporary folder that is full.
+    If it fails here, such as for a full temporary folder, the workers that need it import it themselves.
     """
     given = dict(os.environ)
     gc.disable()
@@ -147,7 +147,7 @@ def import_compiler() -> None:
             continue
         except Exception as err:
             _tell(f"torch's compiler can't be imported ahead of the workers: {err!r}")
-    for name in os.environ.keys() - given.keys():  # a folder for caches, which a handler may want elsewhere
+    for name in os.environ.keys() - given.keys():  # as a cache folder, which a handler may want elsewhere
         del os.environ[name]
     _flush()
     gc.freeze()
@@ -155,13 +155,13 @@ def import_compiler() -> None:
 
 
 def preload(names: Sequence[str], say_importing: Callable[[int], None] = lambda number: None) -> None:
-    """Import the modules that the operator named, and tell of faults on standard error.
+    """Import the modules that the operator named, and report errors on standard error.
 
-    `say_importing` is called ahead of each import, which may end the process, and once behind all.
+    `say_importing` is called before each import, which may end the process, and once after the last.
 
-    Workers share what is imported here, and start without importing it again. Threads and the use of GPUs do
-    not survive a fork, so a module must begin neither when it is imported. It may compute, on one thread:
-    those of OpenMP would be missing in the workers, which would wait for them without end.
+    Workers share the imported modules, and need not import them again. Threads and the use of GPUs do not
+    survive a fork, so a module must start neither when it is imported. It may compute, but on one thread:
+    OpenMP's other threads would be missing in the workers, which would wait for them forever.
     """
     asks, computing = os.environ.get(ASKS_NVML), torch.get_num_threads()
     os.environ[ASKS_NVML] = "1"  # many modules count the GPUs, which otherwise initialises CUDA
@@ -171,7 +171,7 @@ def preload(names: Sequence[str], say_importing: Callable[[int], None] = lambda 
         threads, used = threading.active_count(), _uses_gpu()
         try:
             importlib.import_module(name)
-        except (Exception, SystemExit) as err:  # a module may raise anything, and a script may end
+        except (Exception, SystemExit) as err:  # a module may raise anything, and a script may exit
             _tell(f"preload_modules: {name} can't be imported ({err!r}); workers import it themselves")
             continue
         if _uses_gpu() > used:
@@ -188,7 +188,7 @@ def preload(names: Sequence[str], say_importing: Callable[[int], None] = lambda 
 
 
 def _flush() -> None:
-    """Write the output of modules: workers would inherit the buffers, and write it again."""
+    """Write the modules' buffered output, which workers would otherwise inherit and write again."""
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
 

@@ -1,7 +1,7 @@
 """Framing of a byte stream: `FrameSocket` in the server, `FrameReader` in a worker.
 
-A frame is a 4-byte big-endian length and as many bytes. Nothing is unpickled. Raw bytes may follow a frame;
-its message has their number. So a large value is sent and received without an intermediate copy.
+A frame is a 4-byte big-endian length and as many bytes. Nothing is unpickled. Raw bytes may follow a frame,
+whose message states their number, so that a large value is sent and received without an intermediate copy.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _ROOM_BYTES = 65_536  # buffer of a reader: holds all batches that are sent ahea
 _RECEIVE_BYTES = 262_144
 _RECEIVES_A_TURN = 16  # limit for a worker that writes without pause, so that other sockets get a turn
 FRAMES_A_LOOK = 32  # between two looks at the clock
-BYTES_A_LOOK = 4096  # or so many bytes of frames: a long frame may hold thousands of values
+BYTES_A_LOOK = 4096  # the same in bytes of frames: a long frame may hold thousands of values
 _SEND_PARTS = 64  # buffers that go out with one system call, far below IOV_MAX
 
 Parts: TypeAlias = Sequence[bytes | bytearray | memoryview]  # a frame and the raw bytes that follow it
@@ -39,7 +39,7 @@ class _OfThread(threading.local):
 
 
 _of_thread = _OfThread()
-_share = LoopShare()  # of all workers that send more frames at once than fit into a turn
+_share = LoopShare()  # for all workers that send more frames at once than fit into a turn
 
 
 class FrameSocket:
@@ -78,7 +78,7 @@ class FrameSocket:
         self._writer_waits = False
         self._finishing = False  # writing closes once all unsent bytes are sent
         self._turn_ends_s = 0.0  # monotonic; frames that are read later wait
-        self._waits = False  # for another turn, without a reader
+        self._waits = False  # frames wait in `_begun` for another turn, and the socket is not read
         self.open = True  # frames may be sent
         connection.setblocking(False)
         self._descriptor = connection.fileno()
@@ -145,7 +145,7 @@ class FrameSocket:
                 return
 
     def begin_turn(self) -> None:
-        """Count the time of frames from now on. Call it after a frame that was asked for, from `on_frame`."""
+        """Restart the time limit of the turn. Call it from `on_frame` after a frame that was requested."""
         self._turn_ends_s = time.monotonic() + TURN_S
 
     def take(self, count: int, then: Callable[[memoryview], None]) -> None:
@@ -176,7 +176,7 @@ class FrameSocket:
             return self._cut(view)
 
     def _go_on(self) -> None:
-        """Pass on the frames that had to wait, and read further ones when none waits."""
+        """Pass on the frames that had to wait, and read the socket again when none is left."""
         if not self._is_reading:
             return
         if (wait_s := _share.wait_s()) > 0:
@@ -223,7 +223,7 @@ class FrameSocket:
         return self._is_reading and not self._waits
 
     def _look(self) -> None:
-        """Leave further frames, and what is still in the socket, for a later turn if this one is over."""
+        """If this turn is over, leave further frames and the socket's unread bytes for a later one."""
         if self._is_reading and (late_s := time.monotonic() - self._turn_ends_s) > 0:
             _share.spend(late_s + TURN_S)
             self._waits = True
@@ -242,7 +242,7 @@ class FrameSocket:
         if then is not None:
             then(large)
             return
-        self.begin_turn()  # the kernel's work, to receive it, does not count
+        self.begin_turn()  # the time that the kernel took to receive it does not count
         self._on_frame(large)
         self._look()
 
@@ -257,7 +257,7 @@ class FrameSocket:
             self._loop.call_soon(self._on_end, fault)
 
     def close(self) -> None:
-        """Stop reading and writing, and close the socket, without a call of `on_end`."""
+        """Stop reading and writing, and close the socket, without calling `on_end`."""
         if self._is_reading:
             self._stop_writing()
             self._loop.remove_reader(self._descriptor)
@@ -282,8 +282,8 @@ class FrameSocket:
 def room_for(length: int) -> memoryview:
     """Allocate a buffer of `length` bytes without touching its pages.
 
-    A `bytearray` is filled with zeros at once: a frame header of 2 GiB blocked the loop for 2.7 s and took as
-    much memory.
+    A `bytearray` is filled with zeros at once: a header that announced 2 GiB blocked the loop for 2.7 s and
+    took as much memory.
 
     Raises:
         MemoryError: there is not enough memory.

@@ -1,4 +1,4 @@
-"""The server's view of a worker that is several processes: which of its ranks the cause of a loss names."""
+"""The server's view of a worker with several processes: names ranks in the cause of a loss."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SILENT = (LossKind.TIMEOUT, LossKind.HANG, LossKind.LOAD)
 
 
 class Group:
-    """The ranks of one worker process and its children. Without ranks, causes stay as they are."""
+    """The ranks of one worker process and its children. If it has no ranks, causes stay as they are."""
 
     def __init__(self, spec: LoadSpec, oom: OomWatch) -> None:
         self._is_group = spec.is_group
@@ -28,8 +28,8 @@ class Group:
         self._others: Sequence[int] = ()  # process ids of ranks 1 and up on this machine
 
     def hear(self, message: RankLost | RankPids, kill: Callable[[Loss], None]) -> None:
-        """Take a message of rank 0 about the others; end the group by `kill` if one is lost."""
-        if isinstance(message, RankPids):  # a worker is not trusted with more than it has ranks
+        """Take a message of rank 0 about the other ranks; end the group by `kill` if one is lost."""
+        if isinstance(message, RankPids):  # the worker is not trusted: it may name too many
             self._others = message.pids[: self._ranks - 1] if self._is_group else ()
             return
         code, cause = message.exit_code, message.cause[:MAX_CAUSE_CHARACTERS]
@@ -37,7 +37,7 @@ class Group:
         kill(loss_of_rank(message.rank, code, cause, killed_for_memory, message.is_cut_off))
 
     def of_silence(self, loss: Loss, first: int) -> Loss:
-        """Return a loss with the ranks that a signal has stopped. Call it before they are killed.
+        """Return the loss, naming the ranks that a signal has stopped. Call it before they are killed.
 
         Args:
             loss: the reason for which the server ends the group.
@@ -52,11 +52,11 @@ class Group:
         return replace(loss, cause=f"{loss.cause}: {ranks} stopped by a signal")
 
     def of_first(self, loss: Loss) -> Loss:
-        """Return the loss of a process that has ended by itself as that of rank 0."""
+        """Return the loss of a process that has ended by itself; in a group its cause names rank 0."""
         return replace(loss, cause=f"rank 0: {loss.cause}") if self._is_group else loss
 
 
 def _is_stopped(pid: int) -> bool:
-    with suppress(psutil.Error, ValueError, OverflowError):  # gone, or no process id at all
+    with suppress(psutil.Error, ValueError, OverflowError):  # gone, or not a process id
         return bool(psutil.Process(pid).status() == psutil.STATUS_STOPPED)
     return False

@@ -21,10 +21,9 @@ class HeartbeatSettings:
 
 
 class Heartbeat:
-    """Asks an idle worker for signs of life: one that gives none is suspect, and dead later.
+    """Pings an idle worker: one that does not answer is suspect, and later counts as dead.
 
-    Lives on the event loop. A busy worker is not asked, but one that was asked before it got a batch has to
-    answer.
+    Lives on the event loop. A busy worker is not pinged, but it has to answer a ping that it got while idle.
     """
 
     def __init__(

@@ -65,11 +65,11 @@ logger = logging.getLogger(__name__)
 
 BENCHMARK = os.environ.get("TS_BENCHMARK", "").lower() == "true"
 PROFILE = "tsPythonProfile.prof"
-_profiling = threading.Lock()  # one profiler at a time, from Python 3.12 on
+_profiling = threading.Lock()  # Python 3.12 and later allow one profiler at a time
 _profiler: cProfile.Profile | None = None
 SERVER_VERSION = "0.12.0"  # handlers read it as `server_version`: the TorchServe contract's version
 _WARM_UP_RUNS = 3  # TorchScript's profiling executor specialises on the second run, and settles by the third
-_HEADERS_BYTES = 2**19  # most that headers take in the frame of a part, in UTF-8
+_HEADERS_BYTES = 2**19  # above the UTF-8 size of all headers in the frame of a part
 PartialSink = Callable[[int, InferResponse], object]
 
 
@@ -80,7 +80,7 @@ class HandlerHost:
         spec: the load parameters of the handler.
         gpu_id: the GPU to load it on; None: the CPU.
         shared_models: shared by all hosts of a version in this process, so that weights are loaded once.
-        answers: whether what the handler returns is checked and sent; not in the other ranks of a group.
+        answers: whether the handler's result is checked and sent; False in a group's ranks other than 0.
     """
 
     def __init__(
@@ -213,12 +213,12 @@ class HandlerHost:
         return BatchReport(outcomes, report.handler_s, report.metrics, report.stages_s, now_s)
 
     def _run(self, requests: Sequence[InferRequest], send_partial: PartialSink, now_s: float) -> BatchReport:
-        # The requests of a batch that fails as a whole run again one by one, so they must stay unchanged.
+        # A batch that fails as a whole runs again request by request, so its values must stay unchanged.
         lent: Lent = "own" if not self._borrows else "write" if len(requests) == 1 else "read"
         read = [self._read(request, lent) for request in requests]
         refusals = [each if isinstance(each, ServingError) else None for each in read]
         if any(refusals):
-            read.clear()  # the others are read again: they must not take their memory twice
+            read.clear()  # the valid requests are read again: their values must not take memory twice
             return self._run_some(requests, refusals, send_partial, now_s)
         rows = [row for row, _ in read]  # type: ignore[misc]  # none is refused
         processors = [processor for _, processor in read]  # type: ignore[misc]
@@ -246,7 +246,7 @@ class HandlerHost:
     async def run_beside(
         self, request: InferRequest, send_partial: PartialSink, is_unwanted: Callable[[], bool]
     ) -> BatchReport:
-        """Run one request beside others, on `loop`, with its own copy of the context; this does not raise."""
+        """Run one request among others, on `loop`, with its own copy of the context; this does not raise."""
         now_s = time.monotonic()
         (refusal,) = _left_out([request], (), now_s)
         read = refusal or self._read(request, "own")
@@ -278,7 +278,7 @@ class HandlerHost:
     def _read(
         self, request: InferRequest, lent: Lent
     ) -> tuple[dict[str, Any], RequestProcessor] | ServingError:
-        """Return the decoded values of a request with its id and headers; an error if it can't be decoded."""
+        """Decode a request: return its values by name, and its id and headers; or else the error."""
         try:
             if self._spec.envelope:
                 request = self._as_json(request)
@@ -291,7 +291,7 @@ class HandlerHost:
             return NoRoom(failure.message, failure.detail) if isinstance(failure, OutOfResources) else failure
 
     def _as_json(self, request: InferRequest) -> InferRequest:
-        """Return the request with its tensors as JSON, if the handler behind the envelope gets them so.
+        """Return the request with its tensors as JSON if the handler behind the envelope takes them so.
 
         Raises:
             TensorError: no JSON can hold the tensors.
@@ -313,7 +313,7 @@ class HandlerHost:
         """Return a callback for each part of an answer; it adds the status and headers set by the handler.
 
         The callback raises `TypeError` for a part that is not bytes, and `ValueError` for one too long for a
-        frame: these would cost the worker.
+        frame: sending such a part would end the worker.
         """
 
         def send(index: int, chunk: bytes) -> None:
@@ -365,7 +365,7 @@ class HandlerHost:
     def _outcome(self, answer: object, processor: RequestProcessor) -> Outcome:
         try:
             body = self._encoder.encode(answer, processor)
-        except UnsupportedOutput as err:  # of this request alone: others of its batch may be streams
+        except UnsupportedOutput as err:  # fails this request alone: others of its batch may be streams
             return self._all_failed(err.message, str(err), 1, err.status)[0]
         limit = self._spec.max_response_bytes
         if len(body) > limit:
@@ -405,8 +405,8 @@ class HandlerHost:
 def profiled() -> Iterator[None]:
     """Profile the block and write the sums of all blocks, as TorchServe's worker does with `TS_BENCHMARK`.
 
-    The file is `PROFILE` in the temporary folder; it is of the worker that wrote last. Of blocks that overlap
-    in threads of one process, one is profiled.
+    The file is `PROFILE` in the temporary folder; each worker overwrites it. If blocks overlap in threads of
+    one process, only one of them is profiled.
     """
     global _profiler  # noqa: PLW0603 - one for each process
     if not _profiling.acquire(blocking=False):
@@ -462,13 +462,13 @@ def row_of(request: InferRequest, decode: bool, lent: Lent) -> dict[str, Any] | 
 
 
 def processor_of(request: InferRequest) -> RequestProcessor:
-    """Return the id and headers for the handler: the content type of each value by its name, then the others.
+    """Return a request's id and headers: each value's content type under its name, then its own headers.
 
     A handler has no other way to get the content type of an uploaded file.
     """
     headers: dict[str, Any] = {}
     for parameter in request.parameters:
-        if parameter.name[:1] != ":":  # the server's own headers begin so, and no client may set these
+        if parameter.name[:1] != ":":  # ":" begins the server's own headers, which no client may set
             headers[parameter.name] = {"content-type": parameter.content_type}
     headers.update(request.headers)
     return RequestProcessor(headers, request.request_id)
@@ -476,5 +476,5 @@ def processor_of(request: InferRequest) -> RequestProcessor:
 
 def metrics_of(lanes: Iterable[object]) -> list[MetricSample]:
     """Return the metrics that the handlers of a process's lanes have reported since their last batches."""
-    hosts = [getattr(lane, "host", None) for lane in lanes]  # one that retires has none any more
+    hosts = [getattr(lane, "host", None) for lane in lanes]  # a retired lane has no host
     return [sample for host in hosts if isinstance(host, HandlerHost) for sample in host.drain_metrics()]

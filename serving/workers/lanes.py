@@ -89,7 +89,7 @@ class LanePage:
         return {run_id: sign_s for sign_s, run_id in cells if run_id}
 
     def prepare(self, place: int, threads: int = 0) -> None:
-        """Clear the row of a place, and set the intra-op threads of a run; 0: the load's (in the server)."""
+        """Clear the row of a place, and set the intra-op threads; 0: those of the load (in the server)."""
         start = _ROWS + place * self._row_bytes
         self._memory[start : start + self._row_bytes] = bytes(self._row_bytes)
         self._memory[_CELLS_BYTES] = min(threads, _MOST_THREADS)
@@ -132,7 +132,7 @@ def receive_lanes(connection: socket.socket, count: int, spec: LoadSpec) -> list
     """Receive the data sockets of `count` lanes from the server (in the worker).
 
     Raises:
-        LoadFailed: the process may not open so many files.
+        LoadFailed: the process is not allowed to open so many files.
         ConnectionResetError: the server is gone.
     """
     descriptors: list[int] = []
@@ -154,7 +154,7 @@ def receive_lanes(connection: socket.socket, count: int, spec: LoadSpec) -> list
 def next_run(batches: FrameReader, begin: Callable[[Run], None]) -> Run | None:
     """Wait for the next run of a lane (in the worker); None: the server has ended the lane, or is gone.
 
-    A run for whose large values there is no memory comes without them: its `large` is not empty.
+    If there is no memory for its large values, the run is returned without them: its `large` is not empty.
 
     Args:
         batches: reads the data socket of the lane.
@@ -178,7 +178,7 @@ def next_run(batches: FrameReader, begin: Callable[[Run], None]) -> Run | None:
         return None
     try:
         return None if raw is None else run_with_raw(run, raw)
-    except MemoryError:  # of many values each takes some more
+    except MemoryError:  # each of many values takes some more memory
         return run
 
 

@@ -25,8 +25,8 @@ from torchere.serving.workers.spawn import Spawned, spawn
 # images. A worker's holds one large answer: a streamed answer can be ahead of its client by as much.
 RUN_BUFFER_BYTES = 4 * 2**20
 REPORT_BUFFER_BYTES = 2**20
-ENDING_GRACE_S = 2.0  # time to end by itself after its sockets are closed
-LAST_WORDS_S = 0.5  # for the rest of its output, if a child keeps the pipe open
+ENDING_GRACE_S = 2.0  # for a process to end by itself after its sockets are closed
+LAST_WORDS_S = 0.5  # for the rest of a process's output, if a child keeps the pipe open
 FORKS_AT_ONCE = 64  # each holds eight descriptors until it is started; a socket queues at most 278 requests
 
 
@@ -84,7 +84,7 @@ class ExecLauncher:
         environment: see `worker_environment`.
         python: the interpreter to run; None for the server's own.
         sandbox: entered before the interpreter starts; None: none.
-        packages: a folder that the interpreter searches first; what enters the sandbox must not.
+        packages: a folder that the interpreter searches first; the code that enters the sandbox does not.
     """
 
     has_own_process = True
@@ -130,12 +130,12 @@ class ExecLauncher:
 class ForkLauncher:
     """Forks workers from one process that imported torch: a worker starts in a few milliseconds.
 
-    There is one for a server. The first launch starts the process, and a later one restarts a lost process.
+    A server has one. The first launch starts the process, and a later one restarts it if it was lost.
 
     Args:
         environment: see `worker_environment`.
         spawned: an already started process with the same environment; the launcher takes ownership.
-        modules: what the process imports for all workers.
+        modules: the process imports these for all workers.
     """
 
     has_own_process = True
@@ -217,7 +217,7 @@ async def _started(start: Start, descriptors: Sequence[int]) -> LaunchedProcess:
 def _end_children(pid: int, exit_code: asyncio.Future[int]) -> None:
     """Kill the processes that a lost worker has left: they would keep its memory, GPU and output.
 
-    A worker leads a process group of its own. One that ended in good order has ended what it wants to.
+    A worker leads a process group of its own. One that exits with code 0 may leave processes on purpose.
     """
     if not exit_code.cancelled() and not exit_code.exception() and exit_code.result():
         with suppress(ProcessLookupError, PermissionError):

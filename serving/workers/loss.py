@@ -44,13 +44,13 @@ class Loss:
 
     @property
     def makes_suspects(self) -> bool:
-        """Whether any of the versions that shared the process may have ended it, by its load, too."""
+        """Whether any version that shared the process may have ended it, also one that was only loading."""
         return self.of_room and (self.crashed or self.kind is LossKind.OUT_OF_MEMORY)
 
     def of_load(self) -> Loss | None:
-        """Return the loss as that of a load that it cut off; None: the load itself was the cause.
+        """Return the loss with a cause that says it interrupted a load; None: the load was to blame.
 
-        The latter is so after a kill for memory outside of a room: the load has usually taken the memory.
+        It is to blame for a kill for memory outside of a room: the load has usually taken the memory.
         """
         if not (self.was_killed or self.of_room):
             return None
@@ -63,7 +63,7 @@ class Loss:
 
     @property
     def hints_at_memory(self) -> bool:
-        """Whether a lack of memory may be behind it: the kernel kills by the same signal as an operator."""
+        """Whether a lack of memory may be the cause: the kernel kills by the same signal as an operator."""
         return self.came_from_outside and self.kind is not LossKind.CUT_OFF
 
     @property
@@ -73,8 +73,8 @@ class Loss:
 
 
 _CRASHES = frozenset({LossKind.EXIT, LossKind.PROTOCOL})
-# The kernel raises these in a process for its own fault, or the process itself (abort). Any other signal has
-# a sender, and usually another one: an operator, a supervisor, or the out-of-memory killer, which ends the
+# The kernel sends these to a process for a fault in it, or the process sends them itself (abort). Any other
+# signal usually comes from outside: an operator, a supervisor, or the out-of-memory killer, which ends the
 # largest process of a control group and not the one that asked for the last page.
 _FAULTS = frozenset(
     {signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGTRAP}
@@ -113,7 +113,7 @@ def loss_of_slow_load(startup_timeout_s: float) -> Loss:
 def loss_of_rank(
     rank: int, code: int, cause: str = "", killed_for_memory: bool = False, is_cut_off: bool = False
 ) -> Loss:
-    """Return the loss of a worker one of whose ranks is lost, with that rank's exit status, or its own cause.
+    """Return the loss of a worker that lost a rank; its cause is `cause`, or else the rank's exit status.
 
     >>> loss_of_rank(2, -9).cause
     'rank 2: killed by signal 9 (SIGKILL)'
@@ -126,12 +126,12 @@ def loss_of_rank(
     return replace(loss, cause=f"rank {rank}: {loss.cause}")
 
 
-OUTSIDE_DELAY_S = 5.0  # at most, after a kill from outside, which is no evidence against the model
+OUTSIDE_DELAY_S = 5.0  # longest delay after a kill from outside, which is no evidence against the model
 RAISED = "its handler raised"  # begins the cause of a worker whose handler meant to end it
 
 
 def loss_of_end(cause: str) -> Loss:
-    """Return the loss of a worker that has told why it ends by itself.
+    """Return the loss of a worker that ended by itself and reported the cause.
 
     >>> loss_of_end("it lost its GPU").kind
     <LossKind.EXIT: 'exit'>
@@ -140,10 +140,10 @@ def loss_of_end(cause: str) -> Loss:
     return Loss(kind, f"{cause}, and ended")
 
 
-# Before the first restart in a row, the second and so on: TorchServe's Fibonacci back-off.
+# Delays before the first restart in a row, the second and so on: TorchServe's Fibonacci back-off.
 BACKOFF_S = (0.0, 1.0, 1.0, 2.0, 3.0, 5.0, 8.0, 13.0, 21.0, 34.0, 55.0, 89.0, 144.0)
 # A worker that was in service for this long is in good health. An idle one that hangs is replaced after 10 s
-# (`heartbeat.py`), and that silence does not count.
+# of silence (`heartbeat.py`), which do not count as service.
 HEALTHY_S = 10.0
 
 
@@ -151,8 +151,8 @@ class LossRow:
     """The losses of a worker in a row, which decide about its next restart.
 
     A row ends when the worker answers a batch, or when it was in good health for `HEALTHY_S`. Kills from
-    outside are counted for themselves, and the time out of service after one is not held against the worker.
-    A shorter time in service is not held against it either.
+    outside are counted separately. The time out of service after one is not held against the worker, and
+    neither is time in service that was shorter than `HEALTHY_S`.
 
     Args:
         max_retry_timeout_s: seconds out of service, by its own fault, after which it is not restarted.
@@ -180,7 +180,7 @@ class LossRow:
         self.losses += 1
 
     def end(self) -> None:
-        """Forget the losses: the worker does its work."""
+        """Forget the losses, because the worker works again."""
         self.losses = self._own = 0
         self._down_s = 0.0
 

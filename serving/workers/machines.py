@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 CUT_OFF_S = 5.0  # a machine whose kernel acknowledges nothing for so long is cut off
 HANDSHAKE_S = 10.0  # for a message of the handshake, which no model delays
 _NONCE_BYTES = 32
-_MAX_HELLO_BYTES = 1024  # what a stranger may make the leader hold
+_MAX_HELLO_BYTES = 1024  # a stranger can make the leader hold no more
 _MAX_WELCOME_BYTES = 64 * 2**20  # holds a manifest and a model config
 _MAX_STRANGERS = 256  # connections that have not proved anything yet; the oldest makes way
 _LOOK_S = 0.2
@@ -68,7 +68,7 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=3):
     proof: bytes
     load: Load  # without the paths of the leader
     archive: str  # its name in the model store
-    url: str  # where the leader has it from
+    url: str  # the URL or name that the leader registered it with
     fingerprint: str  # `StoredArchive.fingerprint`
     at: int  # the place of the machine in the group; the leader is 0
 
@@ -109,12 +109,12 @@ class Machine:
 def meet(rendezvous: Rendezvous, ranks: int, load: Load) -> list[Machine]:
     """Wait for the other machines of a group, and welcome them; blocks.
 
-    It waits until `rendezvous.most` machines are there, this one included; from `rendezvous.least` on for
-    `last_call_s` at most.
+    It waits until `rendezvous.most` machines are there, this one included, but once `rendezvous.least` are
+    there, only for `last_call_s` more.
 
     Args:
         rendezvous: where to listen, and for how many.
-        ranks: of each machine.
+        ranks: the number of ranks on each machine.
         load: for the other machines, without the leader's paths.
 
     Raises:
@@ -136,7 +136,7 @@ def meet(rendezvous: Rendezvous, ranks: int, load: Load) -> list[Machine]:
 
 
 def _listen(rendezvous: Rendezvous, limit_s: float) -> socket.socket:
-    """Listen; the rank 0 before this one may still hold the port while it ends."""
+    """Listen, if need be with retries: the previous rank 0 may still hold the port while it ends."""
     while True:
         try:
             return listener_at(rendezvous.host, rendezvous.port)
@@ -149,7 +149,7 @@ def _listen(rendezvous: Rendezvous, limit_s: float) -> socket.socket:
 def open_store(host: str, ranks: int) -> TCPStore:
     """Open torch's store for all ranks at any free port, as torchrun's agent does.
 
-    The socket is ours: torch's own listens at all addresses of the machine, and serves every stranger.
+    The socket is made here: torch's own would listen at all addresses of the machine, for every stranger.
 
     Raises:
         OSError: the address can't be bound.
@@ -158,7 +158,7 @@ def open_store(host: str, ranks: int) -> TCPStore:
     open_at = partial(TCPStore, reached_at(host), listener.getsockname()[1], ranks, is_master=True)
     try:
         store = open_at(wait_for_workers=False, master_listen_fd=listener.fileno())
-    except NotImplementedError:  # by its backend of libuv, the default, in torch 2.6
+    except NotImplementedError:  # raised in torch 2.6 by the default backend, libuv
         store = open_at(wait_for_workers=False, master_listen_fd=listener.fileno(), use_libuv=False)
     listener.detach()  # it is the store's now
     return store
@@ -202,7 +202,7 @@ class _Meeting:
     def wait(self, limit_s: float) -> None:
         """Wait until the machines are complete; raises as `meet` does."""
         least, most = self._rendezvous.least, self._rendezvous.most
-        enough_s: float | None = None  # since when the least number is there
+        enough_s: float | None = None  # when the least number was reached
         while (found := len(self._complete()) + 1) < most:
             now_s = time.monotonic()
             enough_s = (now_s if enough_s is None else enough_s) if found >= least else None
@@ -216,7 +216,7 @@ class _Meeting:
             raise MachinesMissing(found, least, where, self._rendezvous.join_s)
 
     def welcome(self, load: Load) -> list[Machine]:
-        """Welcome the complete machines, the first to come first; close the other connections."""
+        """Welcome the complete machines in the order of their arrival; close the other connections."""
         rendezvous, machines = self._rendezvous, []
         for at, guests in enumerate(self._complete()[: rendezvous.most - 1], 1):
             for guest in guests:
@@ -365,7 +365,7 @@ def _introduce(
 
 
 def _welcomed(connection: socket.socket, secret: bytes, challenge: Challenge, hello: Hello) -> Welcome:
-    connection.settimeout(None)  # the kernel tells when the leader is cut off
+    connection.settimeout(None)  # the kernel ends the connection if the leader is cut off
     welcome: Welcome = _receive(connection, Welcome, _MAX_WELCOME_BYTES)
     if not hmac.compare_digest(welcome.proof, _proof(secret, "leader", challenge.nonce, hello)):
         raise Refused("the leader does not prove that it has the secret of this machine")
@@ -383,7 +383,7 @@ def _receive(connection: socket.socket, kind: type[Any], most: int) -> Any:
 
     Raises:
         OSError: the connection ends, or stalls.
-        Refused: it is a refusal, or no such message.
+        Refused: the message is a refusal, or not of this kind.
     """
     (length,) = HEADER.unpack(_exactly(connection, HEADER.size))
     if length > most:
@@ -412,7 +412,7 @@ def _exactly(connection: socket.socket, count: int) -> bytes:
 def watch_peer(connection: socket.socket) -> None:
     """Have the kernel end the connection `CUT_OFF_S` after the peer's machine has last acknowledged anything.
 
-    A process that is stopped on a machine that runs is not noticed by this, but by its heartbeat.
+    A stopped process on a running machine is not noticed by this, but by its missing heartbeat.
     """
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -430,8 +430,8 @@ def watch_peer(connection: socket.socket) -> None:
 def interface_variables(connections: Sequence[socket.socket], loopback: str) -> dict[str, str]:
     """Return the variables that keep gloo and NCCL on the interface of these connections, or on loopback.
 
-    They listen on the interface of the host's name otherwise, and not every sandbox can find that. Variables
-    of the operator count before these.
+    Otherwise they listen on the interface that the host name resolves to, which not every sandbox can find.
+    Variables that the operator has set take precedence.
     """
     name = _interface_of(connections[0]) if connections else loopback
     names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if connections else ("GLOO_SOCKET_IFNAME",)

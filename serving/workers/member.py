@@ -1,8 +1,8 @@
-"""A further machine of a rank group, as `torchere join` runs it: its ranks and their watch.
+"""Runs and watches the ranks of a further machine of a rank group, for `torchere join`.
 
 The process dials the leader, unpacks the leader's archive from its own model store, and forks the ranks, as
-rank 0 does on its machine. Each has a connection to rank 0 of its own (`machines.py`) and a copy of it stays
-here, so that the leader learns how a rank ended. When a rank or the leader is gone, all ranks here are ended
+rank 0 does on its machine. Each rank has its own connection to rank 0 (`machines.py`). This process keeps it
+open, too, to tell the leader how the rank ended. When a rank or the leader is gone, all ranks here are ended
 and the leader is dialled again: it is the leader's pool that restarts the group.
 """
 
@@ -49,12 +49,12 @@ _GONE = getattr(select, "POLLRDHUP", select.POLLHUP)
 
 
 class Member:
-    """This machine's part in the groups of one leader. Runs in the main thread of a process without others.
+    """This machine's part in the groups of one leader. Runs in a process that has no other thread.
 
     Args:
         settings: the model store, the sandbox and the limits are those of a server.
-        host: the leader's.
-        port: of the leader's rendezvous.
+        host: the leader's host.
+        port: the port of the leader's rendezvous.
         secret: see `secret_of`.
 
     Raises:
@@ -70,7 +70,7 @@ class Member:
         self._sandbox = sandbox_of(settings)
         self._environment = worker_environment(settings.env_vars_hidden_from_workers, settings)
         del self._environment["PYTHONSAFEPATH"]  # processes that a handler starts must not inherit it
-        self._stored: StoredArchive | None = None  # the last one, which the next group usually has, too
+        self._stored: StoredArchive | None = None  # the last archive, which the next group usually uses, too
         self._said = ""
 
     def serve(self) -> NoReturn:
@@ -211,7 +211,7 @@ class Member:
 def _be_rank(
     parent: int, spec: LoadSpec, local: int, connection: socket.socket, environment: Mapping[str, str]
 ) -> None:
-    """Be a rank, in a process that was just forked; prepared as a worker process is."""
+    """Prepare a process that was just forked as a worker process is prepared, and serve as a rank."""
     os.setsid()  # processes that its handler starts are ended with it
     os.environ.clear()
     os.environ.update(environment)
@@ -245,6 +245,6 @@ def _end(pids: Sequence[int]) -> None:
 
 
 def _kill_group(pid: int) -> None:
-    """Kill a rank and the processes that its handler has started, as far as they are left."""
+    """Kill a rank and the processes that its handler has started, if any are left."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)

@@ -4,9 +4,9 @@ A message is one frame (`frames.py`) of MessagePack: a tagged array of fixed lay
 against the types below, so any other message from a worker is detected at once. Nothing is unpickled. Both
 ends are of the same release, so the layout may change between releases.
 
-Values and answers of more than `LARGE_BYTES` follow their frame as raw bytes. As a part of the message each
-would be copied once more on either side. Smaller values follow it, too, if they would make a frame long: a
-lane writes its begin mark behind the frame, and before it takes memory for raw bytes.
+Values and answers of more than `LARGE_BYTES` follow their frame as raw bytes. Inside the message each would
+be copied once more on either side. Smaller values follow the frame, too, if they would make it long: a lane
+writes its begin mark after it has read the frame, and before it allocates memory for raw bytes.
 
 The control socket carries load steps and heartbeats, which no batch delays. Each lane has its own data
 socket, on which the server sends it batches. With one socket for all lanes, each batch would wake two lanes:
@@ -43,9 +43,9 @@ logger = logging.getLogger(__name__)
 
 LARGE_BYTES = 32_768
 _INLINE_BYTES = 2**20  # of values in the frame of a run; further ones are raw
-_TINY_BYTES = 64  # never raw: the place of a raw value takes more memory
-# A worker's frames are decoded on the server's event loop, hostile ones in 0.1 us a byte. These bound that
-# time, and what the server has to hold.
+_TINY_BYTES = 64  # values up to this size are never raw: the entry for a raw value takes more memory
+# A worker's frames are decoded on the server's event loop, hostile ones in 0.1 us a byte. These limits bound
+# that time, and the bytes that the server has to hold.
 REPORT_BYTES = 2**22
 CONTROL_BYTES = 2**22
 _MOST_OUTCOMES = 2 * 65_536  # twice the largest batch size
@@ -116,8 +116,8 @@ class Join(msgspec.Struct, frozen=True, array_like=True, tag=7):
 class Pong(msgspec.Struct, frozen=True, array_like=True, tag=14):
     """Control, to the server: the process is alive.
 
-    Handlers may report metrics outside of a request, for which no `Done` follows; the server asks an idle
-    process for a sign of life every 2 s.
+    It carries the metrics that handlers report outside of a request, for which no `Done` follows; the server
+    pings an idle process every 2 s.
     """
 
     metrics: Samples = ()
@@ -140,7 +140,7 @@ class Serving(msgspec.Struct, frozen=True, array_like=True, tag=15):
 
 
 class Partial(msgspec.Struct, frozen=True, array_like=True, tag=12):
-    """Data, to the server: a part of the streamed answer of request `index`; see `BatchSink.partial`."""
+    """Data, to the server: a part of the streamed answer of request `index`; see `RunOwner.run_part`."""
 
     run_id: int
     index: int
@@ -173,18 +173,18 @@ class Done(msgspec.Struct, frozen=True, array_like=True, tag=13):
 
 
 class RankDone(msgspec.Struct, frozen=True, array_like=True, tag=16):
-    """From another rank of the worker: it has run a batch, whose answers are rank 0's."""
+    """From another rank of the worker: it has run a batch; only rank 0 sends answers."""
 
     failed: bool  # its handler raised an exception
     end_cause: str = ""  # as in `Done`
 
 
 class RankLost(msgspec.Struct, frozen=True, array_like=True, tag=17):
-    """Control, to the server: a rank of the worker is lost, so the worker is."""
+    """Control, to the server: a rank of the worker is lost, and with it the worker."""
 
     rank: int
     exit_code: int  # negative: the number of the signal that ended it
-    cause: str = ""  # "": that of its exit
+    cause: str = ""  # "": the exit code is the cause
     is_cut_off: bool = False  # its machine does not answer, or has not come
 
 
@@ -261,18 +261,18 @@ def raw_bytes(message: Run | Done) -> int:
     """Return the number of raw bytes that follow the frame of a message.
 
     Raises:
-        ValueError: the message has invalid sizes for them.
+        ValueError: the message states invalid sizes.
     """
     return _check_sum(message.large)
 
 
 def raw_answer_bytes(done: Done, spec: LoadSpec, requests: Sequence[Any] | None) -> int:
-    """As `raw_bytes`, for the report of a batch. The worker has checked its answers, but it may be hostile.
+    """Do as `raw_bytes` for the report of a batch, and check it, because the worker may be hostile.
 
-    `requests` are those of the batch; None: it is not known any more.
+    `requests` are those of the batch; None: the batch is not known any more.
 
     Raises:
-        ValueError: more answers than requests, or one longer than `max_response_bytes`, too.
+        ValueError: as above; or more answers than requests, or one longer than `max_response_bytes`.
     """
     most, longest = spec.max_response_bytes, max([size for _, size in done.large], default=0)
     if longest > most or (requests is not None and len(done.large) > len(requests)):
@@ -302,7 +302,7 @@ def most_report_bytes(spec: LoadSpec) -> int:
     """Return the greatest size of a frame that a worker may send on a data socket.
 
     A report has an answer of up to `LARGE_BYTES` for each request, headers, and metrics. A part of a streamed
-    answer may be as long as what its client may leave unread.
+    answer may be longer than `max_response_bytes`, so twice that is added.
     """
     return min(MAX_FRAME_BYTES, _most_done_bytes(spec.batch_size) + 2 * spec.max_response_bytes)
 
@@ -332,7 +332,7 @@ def run_with_raw(run: Run, raw: memoryview) -> Run:
 
 
 def done_with_raw(done: Done, raw: memoryview) -> Done:
-    """Return a report with the raw answers after its frame; without outcomes if one matches no answer."""
+    """Return a report with the raw answers put in; without outcomes if one belongs to no answer."""
     outcomes, start = list(done.outcomes), 0
     for index, size in done.large:
         outcome = outcomes[index] if index < len(outcomes) else None
@@ -407,8 +407,8 @@ def pong_of(samples: Sequence[MetricSample]) -> Pong:
 def encode_report(run_id: int, report: BatchReport, end_cause: str = "") -> Parts:
     """Encode a worker's report as a frame and raw bytes, even if its content can't be encoded.
 
-    A report that can't be encoded is sent with the texts of its metrics made encodable, or else without them,
-    or if that fails too, with errors as outcomes.
+    A report that can't be encoded is sent with the texts of its metrics made encodable, or else without its
+    metrics, or if that fails too, with errors as outcomes.
     """
     for rest in _ever_less(report):
         try:
@@ -430,7 +430,7 @@ def _ever_less(report: BatchReport) -> Iterator[BatchReport]:
 
 
 def _encodable(sample: MetricSample) -> MetricSample:
-    """Return a sample with "?" for what UTF-8 can't encode: handlers take labels from clients' JSON, too."""
+    """Return a sample with "?" for characters that UTF-8 can't encode: labels may be from clients' JSON."""
     dimensions = tuple((_utf8(name), _utf8(value)) for name, value in sample.dimensions)
     return sample._replace(name=_utf8(sample.name), unit=_utf8(sample.unit), dimensions=dimensions)
 

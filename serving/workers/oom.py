@@ -1,6 +1,6 @@
 """Detects kills by the kernel's out-of-memory killer, from the kernel's counter.
 
-The exit status of a process that was killed by signal 9 does not tell the sender. The kernel counts its own
+The exit status of a process that was killed by signal 9 does not name the sender. The kernel counts its own
 kills in lines `oom_kill N`: for each control group in `memory.events` (cgroup 2) or `memory.oom_control`
 (cgroup 1), and for the whole machine in `/proc/vmstat`.
 """
@@ -14,7 +14,7 @@ from pathlib import Path
 
 from torchere.handlers.cgroup import OWN, ROOT, own_groups
 
-FRESH_S = 5.0  # a kill not claimed for this long was of another process
+FRESH_S = 5.0  # a kill that is not claimed for this long was that of another process
 _MACHINE = Path("/proc/vmstat")
 
 
@@ -45,7 +45,7 @@ class OomWatch:
         self._risen_s = 0.0
 
     def claim(self) -> bool:
-        """Whether the kernel killed a process, which has just ended, for memory; each kill counts once."""
+        """Whether the kernel killed, for memory, a process that has just ended; each kill counts once."""
         count = self._read()
         if count is None:
             return False
@@ -63,7 +63,7 @@ class OomWatch:
 
 
 def counter_in(files: list[Path]) -> Callable[[], int | None]:
-    """Return a function that reads the counter from the first of `files` that has one; None: none has."""
+    """Return a function that reads the counter from the first file that has one; it returns None without."""
     file = next((file for file in files if _count_in(file) is not None), None)
     return lambda: None if file is None else _count_in(file)
 

@@ -37,8 +37,8 @@ def response_of(body: bytes, processor: RequestProcessor) -> InferResponse:
     """Return an answer with the status, reason and headers that the handler has set.
 
     Raises:
-        TypeError, ValueError: the status is not an integer from 0 to 999, a header is not text, or there are
-            too many or too long ones.
+        TypeError, ValueError: the status is not an integer from 0 to 999, a header is not text, or the
+            headers are too many or too long.
     """
     status, reason, headers = processor.status_code, processor.reason_phrase, processor.response_headers
     pairs = []
@@ -72,7 +72,7 @@ def stages_of(context: Context) -> tuple[float, float, float]:
     """Return the seconds of the stages that the handler has set; zeros if they are not three numbers."""
     try:
         preprocess_s, inference_s, postprocess_s = map(float, context.stages_s)
-    except Exception:  # of the handler's values, which may raise any
+    except Exception:  # the handler's values may raise any exception
         return 0.0, 0.0, 0.0
     return preprocess_s, inference_s, postprocess_s
 
@@ -80,7 +80,7 @@ def stages_of(context: Context) -> tuple[float, float, float]:
 def goes_on(context: Context, place: int, answer: object) -> bool:
     """Return whether the stopping criterion at this index gives the answer a false value other than None.
 
-    An answer without a criterion is finished. In TorchServe it ends the worker, and all answers of the batch.
+    An answer without a criterion is finished. In TorchServe it ends the worker, so the whole batch fails.
     """
     assert context.stopping_criteria is not None
     try:

@@ -91,9 +91,9 @@ class WorkerPool:
         )
 
     def leaving_ids(self) -> tuple[int, ...]:
-        """Return the idle executors that are to end, and take the requests that they have not finished.
+        """Return the idle executors that are about to end, but still take their own unfinished requests.
 
-        They do so for one response time-out: an answer may take any number of batches.
+        They do so for one response time-out, because an answer may take any number of batches.
         """
         now_s = self._settings.now()
         able = (worker for worker, until_s in self._leaving.items() if worker.in_service and now_s < until_s)
@@ -107,11 +107,11 @@ class WorkerPool:
         """Start or stop executors until there are `count`; new ones are loaded, but not in service yet.
 
         A surplus executor finishes its batches first, and its unfinished requests (see `leaving_ids`). If
-        this is cancelled, it goes on with that until `close`.
+        this call is cancelled, the executor goes on with that until `close`.
 
         Raises:
-            LoadFailed: an executor could not be loaded; running executors stay, and new ones that were loaded
-                are in service beside them.
+            LoadFailed: an executor could not be loaded; running executors stay, and new ones that did load
+                enter service, too.
         """
         has_loaded_before = bool(self._workers)
         await self._drop([worker for worker in self._workers if worker.state is ExecutorState.FAILED])
@@ -136,7 +136,7 @@ class WorkerPool:
         except LoadFailed:
             if has_loaded_before:  # else the version fails, and its pool is closed
                 with suppress(LoadFailed):  # the first failure is the cause
-                    await self.warm_up()  # or they would keep their memory, and answer nothing
+                    await self.warm_up()  # otherwise the others would keep their memory and never serve
             raise
 
     def _count(self) -> None:

@@ -100,7 +100,7 @@ class Lane:
         process, page = self._process, self._process.page
         place, count = message.place, len(message.requests)
 
-        def is_unwanted() -> bool:  # the context keeps it, so it must not refer to the values
+        def is_unwanted() -> bool:  # the context keeps it, so it must not refer to the request's values
             return process.leaving or page.all_cancelled(place, count)
 
         self._begin(message)
@@ -214,11 +214,11 @@ class WorkerMain:
         self._page_descriptor = page
         self._lines = lines
         self._sending_control = threading.Lock()
-        self.spec: LoadSpec  # this and the page are there from the first load on
+        self.spec: LoadSpec  # this and `page` are set by the first load
         self._models = SharedModels()
         self._lanes: list[Lane] = []
         self._group: GroupHost | None = None  # if the worker has several processes
-        self._bring_up: threading.Thread | None = None  # the last step that ran beside lanes in service
+        self._bring_up: threading.Thread | None = None  # the last step that ran while lanes served
         self.needs_own_process = False  # the version must not share a process with others
         self.leaving = False  # no further batch is begun
         self.page: LanePage
@@ -265,7 +265,7 @@ class WorkerMain:
             if batch is None:
                 return
             lane.run(batch)
-            del batch  # otherwise its values stay in memory beside those of the next one
+            del batch  # otherwise its values stay in memory together with those of the next one
             if lane.host.end_cause:  # the server starts another worker instead
                 return
 
@@ -274,7 +274,7 @@ class WorkerMain:
 
     def serve_lane(self, lane: Lane) -> None:
         """Run batches in a lane's own thread, until the lane is retired or the server is gone."""
-        torch.get_num_threads()  # a thread's first use of torch takes the last number set in any thread
+        torch.get_num_threads()  # a thread's first use of torch takes over the number last set in any thread
         torch.set_num_threads(self.spec.intra_op_threads)
         while not self.leaving:
             batch = lane.next_batch()
@@ -326,7 +326,7 @@ class WorkerMain:
         return True
 
     def _step(self, step: Callable[[], None]) -> bool:
-        """Run a load or warm-up step; beside lanes in service it runs in a thread, not to delay messages."""
+        """Run a load or warm-up step; while lanes serve, in a thread, so that messages are not delayed."""
         if not any(lane.serves for lane in self._lanes) or not self.spec.shares_weights:
             return self._take_step(step)
         self._bring_up = threading.Thread(target=self._take_step, args=(step,), name="bring-up", daemon=True)
@@ -424,9 +424,9 @@ class WorkerMain:
 
 
 def stand_in(archive_dir: str) -> None:
-    """Make an archive's folder that of this process, and of the Python processes that its handler starts."""
+    """Make an archive's folder the current one, also for multiprocessing, and add it to `PYTHONPATH`."""
     os.chdir(archive_dir)  # handlers open files of their archive by bare name
-    # multiprocessing starts its processes in the directory of its import, which was before the chdir.
+    # multiprocessing starts its processes in the directory that was the current one when it was imported.
     multiprocessing.process.ORIGINAL_DIR = archive_dir  # type: ignore[attr-defined]
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), archive_dir]))
 
@@ -447,7 +447,7 @@ def begin(origin: Callable[[], Mapping[str, str]] = dict) -> WorkerFormatter:
     lines, to_server = WorkerFormatter(origin), logging.StreamHandler()
     to_server.setFormatter(lines)
     logging.basicConfig(level=logging.INFO, handlers=[to_server])
-    logging.captureWarnings(True)  # as records with a level, which are not repeated for each worker
+    logging.captureWarnings(True)  # as records: the server drops those that another worker has just sent
     return lines
 
 
@@ -463,7 +463,7 @@ def run(lanes: int, control: int, page: int) -> None:
 def main() -> None:
     """Run a worker in a fresh interpreter; the arguments are the numbers of the inherited descriptors."""
     keep_freed_memory(os.environ)
-    # It is for this process only: processes that the handler starts must not inherit it.
+    # The variable is for this process only: processes that the handler starts must not inherit it.
     os.environ.pop("PYTHONSAFEPATH", None)
     run(*map(int, sys.argv[1:4]))
     if threading.active_count() > 1:  # the interpreter can't end lanes inside native code

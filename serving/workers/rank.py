@@ -52,14 +52,14 @@ def prepare_to_fork(spec: LoadSpec) -> None:
 
 
 def use_batch_policy() -> None:
-    """Let a thread of this process that wakes up wait for its turn, and not preempt the one that computes.
+    """Make a thread of this process that wakes up wait for its turn, and not preempt one that computes.
 
     The threads of a collective wake each other many times in each run. With the default policy (sched(7):
-    SCHED_OTHER) one that wakes takes the core from a rank that all others wait for. The server keeps that
-    policy, so it still preempts a rank.
+    SCHED_OTHER) a waking thread takes the core from a rank that all others wait for. The server keeps the
+    default policy, so it still preempts a rank.
 
-    Threads and child processes that are started later inherit it. A policy that an operator chose, by
-    `chrt` or systemd's `CPUSchedulingPolicy`, stays. Does nothing on other systems than Linux.
+    Threads and child processes that are started later inherit the policy. One that an operator chose, by
+    `chrt` or systemd's `CPUSchedulingPolicy`, stays. Does nothing on systems other than Linux.
     """
     if sys.platform != "linux":
         return
@@ -115,7 +115,7 @@ class _RankMain:
             self._send(Loaded())
 
     def _met(self, join: Join) -> Join:
-        """Return how to join, on a machine other than rank 0's: as it is seen from here."""
+        """Return the message; on another machine than rank 0's, with host and interface as seen from here."""
         if join.host:
             return join
         host = self._connection.getpeername()[0].removeprefix("::ffff:")
@@ -129,18 +129,18 @@ class _RankMain:
 def serve_rank(
     parent: int, spec: LoadSpec, local: int, connection: socket.socket, gpu_id: int | None
 ) -> None:
-    """Serve rank 0 over this connection, in a process that was just forked by `parent`; end with that.
+    """Serve rank 0 over this connection, in a process that was just forked by `parent`; end with the parent.
 
     `local` is the number of the rank on its machine.
     """
     die_with_parent()
-    if os.getppid() == parent:  # else it has ended meanwhile
+    if os.getppid() == parent:  # else the parent has ended meanwhile
         with contextlib.suppress(BrokenPipeError, ConnectionResetError, TimeoutError):  # rank 0 is gone
             _RankMain(spec, local, connection, gpu_id).serve()
 
 
 def has_failed(outcomes: Iterable[Outcome]) -> bool:
-    """Whether a rank has failed in its batch; a request that is invalid to one rank is so to all of them."""
+    """Whether a rank has failed in its batch; an invalid request does not count: all ranks refuse it."""
     errors = (outcome for outcome in outcomes if isinstance(outcome, ServingError))
     return any(not isinstance(error, InvalidRequest) for error in errors)
 

@@ -2,9 +2,9 @@
 
 The worker process that the server knows is rank 0. It forks the other ranks of its machine before it loads
 its handler, and meets those of further machines (`machines.py`). It has each of them load, warm up and run
-with it, and answers alone, as in TorchServe. With `pp` the other ranks load only, and do what their handler
-has begun. When a rank ends, all end, and the server learns which rank it was. To the pool the group is one
-worker.
+with it, and answers alone, as in TorchServe. With `pp` the other ranks only load; their handlers must start
+their part of the work then. When a rank ends, all end, and the server learns which rank it was. To the pool
+the group is one worker.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ LOOPBACK = "127.0.0.1"
 STEP_GRACE_S = 5.0  # for other ranks, when one has failed in a batch: they may wait for it in a collective
 SILENT_S = 2.0  # after a ping: a rank that has not answered is named in the log
 ENDING_S = 1.0  # for ranks to end by themselves; the server grants their worker twice as much
-LAST_WORDS_S = 0.2  # for the report of a machine about a rank, behind the end of another one
+LAST_WORDS_S = 0.2  # for a machine's report on a lost rank, if another rank's end is read first
 _LOOK_S = 0.5
 _LOOPBACK_INTERFACE = "lo" if sys.platform == "linux" else "lo0"
 
@@ -98,7 +98,7 @@ class _Rank:
 
 
 class GroupHost(HandlerHost):
-    """The host of a handler in rank 0, which has the other ranks do the same.
+    """The host of a handler in rank 0, which makes the other ranks do the same.
 
     Args:
         spec: the load parameters; `spec.ranks` is the number of processes on each machine.
@@ -122,7 +122,7 @@ class GroupHost(HandlerHost):
         self._ranks: list[_Rank] = []
         self._silent: set[int] = set()  # ranks that have not answered the last ping
         self._pinged_s = 0.0
-        self._failed: tuple[int, float] | None = None  # the rank that failed in the batch that runs, and when
+        self._failed: tuple[int, float] | None = None  # the rank that failed in the running batch, and when
         self._end_causes: dict[int, str] = {}  # of ranks whose handlers have ended them
         self._runs = False  # rank 0 is inside a batch
         self._closing = False
@@ -136,7 +136,7 @@ class GroupHost(HandlerHost):
         send(RankPids(tuple(rank.pid for rank in self._ranks)))
         self._host_of_store = spec.rendezvous.host if spec.rendezvous else LOOPBACK
         machines = self._meet()
-        # After the forks: the other ranks must not have the store.
+        # After the forks: the other ranks must not inherit the store.
         self._store = open_store(self._host_of_store, spec.ranks * machines)
         self._join = self._join_of(machines)
         os.environ.update(environment(spec, self._join, 0))
@@ -145,7 +145,7 @@ class GroupHost(HandlerHost):
         threading.Thread(target=self._watch, name="ranks", daemon=True).start()
 
     def load(self) -> None:
-        """Load the handler in all ranks at the same time: they meet while they load.
+        """Load the handler in all ranks at the same time: they wait for each other while they load.
 
         Raises:
             LoadFailed: it failed in rank 0. A failure of another rank goes to the server at once, because
@@ -175,7 +175,7 @@ class GroupHost(HandlerHost):
         """Run one batch in all ranks, and return the report of rank 0.
 
         All ranks must run the same requests, so rank 0 leaves out the late ones for all, and a batch that has
-        begun is not given up (`is_unwanted`).
+        begun is not given up (`is_unwanted` is ignored).
         """
         now_s = time.monotonic()
         left_out = {at for at, request in enumerate(requests) if request.deadline_s <= now_s}.union(gone)
@@ -199,7 +199,7 @@ class GroupHost(HandlerHost):
         return report
 
     def _end_batch(self, failed: bool) -> None:
-        """Wait for the other ranks; `failed`: rank 0 has, and they may wait for it in vain."""
+        """Wait for the other ranks; `failed`: rank 0 failed, and they may wait for it in vain."""
         try:
             replies = self._collect(STEP_GRACE_S if failed else None)
         except queue.Empty:
@@ -214,7 +214,7 @@ class GroupHost(HandlerHost):
         self._pinged_s = time.monotonic()
         self._silent.update(rank.number for rank in self._ranks)
         self.tell(Ping())
-        if not self._ranks:  # no other machine came, so no reply does
+        if not self._ranks:  # no other machine came, so there is no rank that could reply
             self._answer_ping()
 
     def _answer_ping(self) -> None:
@@ -305,7 +305,7 @@ class GroupHost(HandlerHost):
             self._look(time.monotonic())
 
     def _take(self, rank: _Rank, message: FromRank | None) -> bool:
-        """Handle a reply (None: the rank has ended); return False if no other matters any more."""
+        """Handle a reply (None: the rank has ended); return False if no further reply matters."""
         if message is None or isinstance(message, RankLost):
             if not self._closing:
                 self._lose(rank, message)
@@ -328,7 +328,7 @@ class GroupHost(HandlerHost):
         return True
 
     def _lose(self, rank: _Rank, message: RankLost | None) -> NoReturn:
-        """End the group, for a rank has ended; `message`: of the machine that it ran on."""
+        """End the group, because a rank has ended; `message` is its machine's report, if there is one."""
         if rank.machine and message is None:
             message = self._report_beside(rank)
         if message is not None:
@@ -341,9 +341,9 @@ class GroupHost(HandlerHost):
         self._give_up(rank.number, _exit_code(rank.pid), cause)
 
     def _report_beside(self, rank: _Rank) -> RankLost | None:
-        """Return what the machine of a rank says of another one; None: it says nothing, or is cut off.
+        """Return the report of a rank's machine on another of its ranks; None: no report, or it is cut off.
 
-        When one of its ranks has ended, it ends them all: the end of this one may be read before the report.
+        A machine ends all its ranks when one ends, so the end of this rank may be read before the report.
         """
         limit_s = time.monotonic() + LAST_WORDS_S
         for other in [each for each in self._ranks if each.place == rank.place and each is not rank]:
@@ -395,5 +395,5 @@ def _arrived(frames: FrameReader) -> Iterator[FromRank | None]:
 def _exit_code(pid: int) -> int:
     try:
         return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    except ChildProcessError:  # code of the handler has waited for it
+    except ChildProcessError:  # the handler's code has already waited for the process
         return 1

@@ -8,7 +8,7 @@ from torchere.serving.store.package import StoredArchive
 from torchere.serving.workers.executor import Rendezvous
 
 LEAST_SECRET_BYTES = 16
-_OF_START = 0.8  # of the start-up time-out: the rest is for the load
+_OF_START = 0.8  # share of the start-up time-out; the rest is for the load
 
 
 def rendezvous_of(
@@ -16,8 +16,8 @@ def rendezvous_of(
 ) -> Rendezvous | None:
     """Return where the machines of a worker meet; None: it has one machine. Reads the secret.
 
-    `at_startup`: the model is loaded at the start of the server, when its machines may start, too, and no
-    client waits for the outcome.
+    `at_startup`: the model is loaded at the start of the server: the other machines may be starting, too, and
+    no client waits for the outcome.
 
     Raises:
         ServingError: other machines could not run the archive, or strangers could join.

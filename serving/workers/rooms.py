@@ -3,7 +3,7 @@
 For its `Worker`, a tenant of a room is like any process: it has its own sockets and page. Only its end
 differs. A tenant that is stopped, or fails to load, leaves, and its room stays. Any other loss of a tenant
 ends the room with all its tenants; each is restarted by its own restart rule, in a new room. A version that
-has lost two rooms gets its own process from then on, and so does one that first loads when its room crashes.
+has lost two rooms gets its own process from then on; so does one in its first load when its room crashes.
 
 `room_process.py` has the process's side, and the messages between the two.
 """
@@ -99,9 +99,9 @@ class Room:
         return self._process.exit_code.done()
 
     async def takes_more(self) -> bool:
-        """Return whether another tenant may be added, when those that leave have ended.
+        """Return whether another tenant may be added; wait until those that are leaving have ended.
 
-        After `ENDING_GRACE_S` none may: one that does not end may keep the GIL, and then no other loads.
+        If one does not end within `ENDING_GRACE_S`, none may: it may keep the GIL, so that no other can load.
         """
         while self._leaving and self._has_place:
             first_s = min(timer.when() for timer in self._leaving.values()) - LEAVING_S
@@ -268,7 +268,7 @@ class RoomLauncher:
     async def _choose(self, tenancy: RoomTenancy) -> Room:
         async with self._choosing:
             for room in self._rooms:
-                if room.holds(tenancy):  # a lane there hangs: the room ends after its other tenants
+                if room.holds(tenancy):  # its old lane there hangs: no more tenants, so that the room ends
                     room.close_to_newcomers()
             self._rooms = [room for room in self._rooms if not room.is_over]
             for room in self._rooms:

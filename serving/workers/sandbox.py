@@ -1,12 +1,12 @@
-"""The sandbox of worker processes: what `worker_sandbox` asks for, and how a worker enters it.
+"""The sandbox of worker processes: the levels of `worker_sandbox`, and how a worker enters it.
 
 A forked worker enters it when it learns which version it is for, before any code or weights of the archive
 are read (`process.py`). A worker with an environment of its own enters it before its interpreter starts,
 because packages run code when they are imported: this module's `main` runs first, and then executes the
 interpreter.
 
-`off` leaves workers with all rights of the server. `basic` takes away what no handler is known to use.
-`strict` is for archives and requests that may be hostile: see docs/hardening.md. The archive has no say.
+`off` leaves workers with all rights of the server. `basic` takes away rights that no handler is known to
+use. `strict` is for archives and requests that may be hostile: see docs/hardening.md. No archive can choose.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ MAX_TASKS = 4_096  # processes and threads of `worker_user`, over all workers; t
 SCRATCH = "scratch"  # in the folder of the version, beside its archive; deleted with it
 LIBRARIES = ".aot"  # in the archive: where handlers/compiled/load.py unpacks the library of a .pt2
 
-# What an interpreter, its libraries and a C compiler read. Files of /proc that belong to other processes are
-# refused by Landlock's rule for tracing, those in /sys are not secret. Of certificates not the private keys.
+# Paths that an interpreter, its libraries and a C compiler read. In /proc, Landlock's rule for tracing denies
+# files of other processes; files in /sys are not secret. Certificates are included, private keys are not.
 SYSTEM = (
     *("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/nix/store", "/proc", "/sys"),
     *("/etc/ssl/certs", "/etc/ssl/cert.pem", "/etc/ssl/openssl.cnf", "/etc/ca-certificates"),
@@ -73,7 +73,7 @@ class Sandbox:
     max_tasks: int = MAX_TASKS
     max_memory_bytes: int = 0  # 0: no limit
     network: bool = True
-    readable: tuple[str, ...] = ()  # of the interpreter, and of the operator; in strict, nothing else
+    readable: tuple[str, ...] = ()  # paths of the interpreter, and of the operator, besides `SYSTEM`
     gpu: bool = False
     program: bytes = b""  # for seccomp
 
@@ -123,7 +123,7 @@ def sandbox_of(server: ServerSettings, kernel: Kernel | None = None) -> Sandbox 
 
 
 def missing(kernel: Kernel, user: int | None, server_user: int) -> list[str]:
-    """Return what `strict` needs and the system lacks, as parts of a sentence."""
+    """Return the needs of `strict` that this system does not meet, as parts of a sentence."""
     found = f"found {kernel.landlock_abi or 'none'}"
     lacks = []
     if user is None and server_user == 0:
@@ -207,9 +207,9 @@ def _user(wanted: SandboxSettings) -> tuple[int | None, int]:
 
 
 def _readable(wanted: SandboxSettings) -> Iterator[str]:
-    """Yield what the interpreter of a worker reads, and what the operator adds.
+    """Yield the paths that a worker's interpreter reads, and those that the operator adds.
 
-    Not the folder that the server was started in, which `python -m` puts in front of the search path.
+    The server's current folder, which `python -m` puts first on the search path, is left out.
     """
     yield from dict.fromkeys((sys.prefix, sys.base_prefix, sys.exec_prefix))
     given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
@@ -247,7 +247,7 @@ CACHE_FOLDERS = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "XDG_CACHE_HOME"
 
 
 def enter(sandbox: Sandbox) -> None:
-    """Confine the calling process for good; in a shared process, the calling thread where it can be alone.
+    """Confine the calling process for good; in a shared process, as far as possible only its thread.
 
     Raises:
         OSError: the kernel refuses, or the worker's user can't read the archive.
@@ -258,7 +258,7 @@ def enter(sandbox: Sandbox) -> None:
         os.environ.update(dict.fromkeys(("HOME", "TMPDIR", "TEMP", "TMP"), scratch))
         for name in CACHE_FOLDERS:  # of the server, which workers may not write to
             os.environ.pop(name, None)
-        tempfile.tempdir = None  # found out again
+        tempfile.tempdir = None  # determined anew at the next use
     if sandbox.user is not None:
         _become(sandbox, sandbox.user)
     if not IS_LINUX:
@@ -291,7 +291,7 @@ def _scratch(sandbox: Sandbox) -> str:
             os.mkdir(folder, 0o700)
             if sandbox.user is not None:
                 os.chown(folder, sandbox.user, sandbox.group)
-        if os.path.islink(folder):  # of the archive: it would lead the worker's rights elsewhere
+        if os.path.islink(folder):  # packed in the archive: it would extend the worker's rights
             raise PermissionError(f"{folder} is a link")
     return scratch
 
@@ -346,7 +346,7 @@ def _open_to_group(folder: Path, group: int) -> None:
                 os.chmod(path, stat.S_IMODE(mode) | needed)
     for passed, needed in ((folder.parent, 0o010), (folder, 0o050)):
         mode = passed.stat().st_mode
-        if mode & 0o005 != 0o005:  # otherwise all users may pass
+        if mode & 0o005 != 0o005:  # otherwise all users may enter the folder already
             os.chown(passed, -1, group)
             os.chmod(passed, stat.S_IMODE(mode) | needed)
 

@@ -1,4 +1,4 @@
-"""How many batches are sent to a lane before it has answered the last one, from measured times: pure."""
+"""Decides how many batches are sent to a lane before it has answered the last one, by measured times."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from __future__ import annotations
 # between. A slower one does not, because a batch sent ahead can't move to a process that is free earlier.
 QUICK_S = 0.002
 # With batches of 1 to 7 ms and one sent ahead for each, two lanes did 5 to 8 % more of them (measured when
-# lanes shared a socket). With longer batches the wait for the server in between is short, and a request of
-# higher priority should not find a batch before it.
+# lanes shared a socket). With longer batches the wait for the server in between matters less, and a request
+# of higher priority should not have to wait for a batch that was sent ahead.
 QUICK_IN_LANES_S = 0.01
 AHEAD_S = 0.008  # at most this much work inside a quick lane
-MOST_INSIDE = 8  # from 4 to 8 the quickest handlers took 4 % less processor time for a request
+MOST_INSIDE = 8  # with 8 instead of 4, the quickest handlers took 4 % less processor time for a request
 # Full batches of several requests sent ahead, at any batch time. Between two batches a lane waits for the
 # server, which handles the answers of a whole batch first: 2 ms in 120 for 16 rows of MiniLM. One batch is
 # enough for all lanes of a process, because another can be sent as soon as a lane takes it.

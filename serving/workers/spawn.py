@@ -64,29 +64,29 @@ def spawn(environment: Mapping[str, str], modules: Sequence[str] = ()) -> Spawne
 
 
 # How often a thread of OpenMP looks whether the others are done before it sleeps (libgomp: GOMP_SPINCOUNT).
-# By itself it looks 300,000 times, for milliseconds, while the thread that it waits for may have no core: a
-# container, other models and the server itself want some of these (docs/decisions/0041).
+# By default it looks 300,000 times, for milliseconds, while the thread that it waits for may have no core:
+# other models and the server itself need cores, and a container limits them (docs/decisions/0041).
 SPIN_COUNT = 1000
 
 
 def worker_environment(hidden: str | None = None, settings: ServerSettings | None = None) -> dict[str, str]:
     """Return the server's environment without the variables whose whole name matches the regex `hidden`.
 
-    It bounds how long threads of OpenMP spin, unless the operator does (`SPIN_COUNT`). With `settings` it has
-    the variables that TorchServe gives its workers, for handlers that read them, and lacks those whose values
-    they hide.
+    It bounds how long threads of OpenMP spin, unless the operator has done so (`SPIN_COUNT`). With `settings`
+    it also has the variables that TorchServe gives its workers, for handlers that read them, and lacks those
+    whose values `env_values_hidden_from_workers` matches.
     """
     kept = {name: value for name, value in os.environ.items() if not (hidden and re.fullmatch(hidden, name))}
     if settings is not None and (secret := settings.env_values_hidden_from_workers):
         kept = {name: value for name, value in kept.items() if not re.search(secret, value)}
     given = _of_torchserve(settings, kept) if settings is not None else {}
     given |= spin_bound(kept)
-    # The folder the server was started in must not shadow modules of torchere or torch (Python 3.11 on).
+    # Files in the current folder must not shadow torchere or torch (has an effect from Python 3.11 on).
     return {**kept, **given, "PYTHONSAFEPATH": "1"}
 
 
 def spin_bound(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variable that bounds how long threads of OpenMP spin; none where the operator sets one."""
+    """Return the variable that bounds how long threads of OpenMP spin; {} if the operator has set one."""
     is_set = "GOMP_SPINCOUNT" in environment or "OMP_WAIT_POLICY" in environment
     return {} if is_set else {"GOMP_SPINCOUNT": str(SPIN_COUNT)}
 
@@ -98,7 +98,7 @@ def _of_torchserve(settings: ServerSettings, kept: Mapping[str, str]) -> dict[st
         "TS_IPEX_GPU_ENABLE": settings.ipex_gpu_enabled,
     }
     given = {name: str(value).lower() for name, value in switches.items()}
-    for which in ("id", "start", "end"):  # read by `Context`; TorchServe wants them set beside its own keys
+    for which in ("id", "start", "end"):  # read by `Context`; with TorchServe an operator must set them, too
         name, header = f"TS_REQUEST_SEQUENCE_{which.upper()}", getattr(settings.sequence_headers, which)
         if header != getattr(SequenceHeaders(), which) and name not in kept:
             given[name] = header

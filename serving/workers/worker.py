@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 _MEMORY = 0.8  # weight of the old value in the running mean of the handler's time, per batch
 CANCEL_GRACE_S = 2.0  # for a coroutine that is cancelled; the lane looks every 0.05 s
 _LOOK_S = 0.05  # polling interval of the runs of a process that is to end
-KILLS_AT_FIRST_LOAD = 2  # losses by another cause after which a first load is tried again
+KILLS_AT_FIRST_LOAD = 2  # how often a first load is tried again after a loss that it did not cause
 
 
 class Worker:
@@ -63,7 +63,7 @@ class Worker:
             now=settings.now,
         )
         self.in_service = 0  # lanes that are loaded, warm and alive
-        self.outage: Outage | None = None  # since its last lane left service; None: before the first one, too
+        self.outage: Outage | None = None  # since its last lane left service; None: one serves, or none did
         self._process = self._new_process()
 
     def _new_process(self) -> WorkerProcess:
@@ -192,7 +192,7 @@ class Worker:
         return self._process.serving > 0 and lost.done() and lost.result().kind is not LossKind.LOAD
 
     async def _replaced_after_kill(self) -> bool:
-        """Replace a first process that was killed, or lost with its room, while it loaded; False: not so."""
+        """Replace a first process that was killed, or lost with its room, while it loaded; return whether."""
         loss = await self._kill_while_loading()
         if loss is None or self._supervisor is not None:
             return False
@@ -209,7 +209,7 @@ class Worker:
         return True
 
     async def _kill_while_loading(self) -> Loss | None:
-        """Return the loss of a process that its load need not have ended; None: the load failed."""
+        """Return the loss of a process if its load was not the cause; None: the load failed."""
         lost = self._process.lost
         if self._process.pid:  # else it was not even started
             await asyncio.wait({lost}, timeout=ENDING_GRACE_S)  # its sockets may have ended before
@@ -316,7 +316,7 @@ class Worker:
     def _hung(self, process: WorkerProcess, run: Run) -> None:
         """Answer the run of a lane that was silent for too long, and replace the lane's process.
 
-        One of several runs of a lane (`asyncCommunication`) is cancelled: the process stays if it ends then.
+        If the lane has several runs (`asyncCommunication`), this one is cancelled first, which may suffice.
         """
         timeout_s = self._settings.response_timeout_s
         cause = f"no answer within response_timeout={timeout_s:g} s"
@@ -439,7 +439,7 @@ class Worker:
             await asyncio.sleep(_LOOK_S)
         if self._process.lost.done():
             loss = self._process.lost.result()
-            if self._process.inside:  # else it is known
+            if self._process.inside:  # else the loss was logged before
                 self._log(logging.ERROR, f"was lost while it drained: {loss.cause}", cause=loss.kind.value)
             self._answer_lost(loss)
         await self.close()

@@ -56,11 +56,11 @@ class WorkerProcess:
         self._executor_id = executor_id  # of its first lane, for its log lines
         self._events = events
         self._loop = asyncio.get_running_loop()
-        self._launched: Launched  # this, its control socket and its output are there from the start on
+        self._launched: Launched  # this, `_control` and `_output` are set by `start`
         self._control: FrameSocket
         self._output: asyncio.Task[None]
         self._lanes: list[LaneSocket] = []  # lanes in service come first
-        self._leaving_lanes: set[LaneSocket] = set()  # retired
+        self._leaving_lanes: set[LaneSocket] = set()  # retired, until their sockets end
         self.serving = 0  # lanes that are loaded and warm
         self._step_reply: asyncio.Future[None] | None = None  # of the step (load, warm-up) under way
         self._killed: Loss | None = None  # the reason, if the server killed it
@@ -68,9 +68,9 @@ class WorkerProcess:
         self._reaper: asyncio.Task[None] | None = None
         self._places: list[int] = []  # places free for reuse
         self._places_used = self._last_run_id = 0
-        self._last_signs: dict[int, float] | None = None  # the page's last content, after it is closed
-        self._lanes_loaded = 0  # in total, also ended ones: no lane has a higher number
-        self._heard_s = 0.0  # time of its last report
+        self._last_signs: dict[int, float] | None = None  # `_begun` at the page's end; None: it is open
+        self._lanes_loaded = 0  # lanes ever opened, ended ones included: all lane numbers are below this
+        self._heard_s = 0.0  # monotonic time of the last report
         self._watch: asyncio.TimerHandle | None = None
         self._looked_late = False
         self._end_cause = ""  # why it ends by itself; it has begun no run after its last report
@@ -144,12 +144,12 @@ class WorkerProcess:
         """Warm up the loaded lanes and put them in service.
 
         Raises:
-            LoadFailed: as for `load`, or beside lanes in service as for `add_lanes`.
+            LoadFailed: as for `load`, or while other lanes serve as for `add_lanes`.
             TimeoutError: as for `add_lanes`.
             CancelledError: lanes in service continue; without any, the process has ended.
         """
         await self._step(messages.WarmUp(), timeout_s)
-        if self.serving < len(self._lanes):  # it is hostile
+        if self.serving < len(self._lanes):  # the worker is hostile
             self.kill(Loss(LossKind.PROTOCOL, "said that its lanes are warm before they were"))
             raise self._spec.failed("it said that its lanes are warm before they were")
 
@@ -200,7 +200,7 @@ class WorkerProcess:
 
     @property
     def idle_lanes(self) -> int:
-        """The number of lanes in service that are idle, or of runs that they take beside others."""
+        """The number of lanes in service that are idle; with `at_once` above 1, of runs that fit inside."""
         if self._spec.at_once > 1:
             return max(0, self.serving * self._spec.at_once - len(self.inside))
         idle = 0
@@ -261,7 +261,7 @@ class WorkerProcess:
             return
         if isinstance(message, messages.Done):
             self._on_done(message, run, lane)
-            lane.frames.begin_turn()  # it was asked for: a large batch may take longer than a turn
+            lane.frames.begin_turn()  # a report was requested: a large one may take longer than a turn
         elif run.part(message.index, message.part) and run.page is not None:
             run.page.hold(run.place, held=True)
 
@@ -346,7 +346,7 @@ class WorkerProcess:
         """Return the time of the last progress of each run that a lane has begun."""
         if self._last_signs is not None:
             return self._last_signs
-        # A lane that takes several runs at once has the cell of each run's place (`concurrent_lane.py`).
+        # A lane that takes several runs at once uses the cell of each run's place (`concurrent_lane.py`).
         cells = min(self._lanes_loaded, MAX_LANES) if self._spec.at_once == 1 else self._places_used
         return self._launched.page.begun(cells) if cells else {}
 
@@ -421,7 +421,7 @@ class WorkerProcess:
             self.kill(Loss(LossKind.PROTOCOL, "closed its socket without ending"))
             code = await self._launched.exit_code
         loss = self._killed or self._group.of_first(self._launched.loss(code, self._settings.oom))
-        if self._end_cause:  # the error is in its log
+        if self._end_cause:  # which the worker has reported
             loss = loss_of_end(self._end_cause)
         await self._read_out()
         if self._step_reply is not None and not self._step_reply.done():
