@@ -2,8 +2,8 @@
 
 A worker may print, or send parts of answers, faster than the server reads them. Output beyond its share of
 time (`LoopShare`) waits in the worker's pipe or socket, and blocks the worker. Clients may send more calls
-than the loop can parse beside its other work, so connections parse in turns (`LoopTurns`), and bytes that
-they have read wait. So the loop has time for other models and for control requests.
+than the loop can parse besides its other work, so connections parse in turns (`LoopTurns`), and the bytes
+that they have read wait. So the loop has time for other models and for control requests.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ SHARE = 0.25  # of the loop's time, for all sources of one kind of work together
 UNUSED_S = 0.4  # idle time whose share is saved up, so that a burst of work is not delayed
 
 # Time for parsing in one iteration of the event loop, for all connections together. Each connection has a
-# limit of its own (`TURN_S` in `http2/connection.py`), but hundreds in a row would take the loop for seconds.
+# limit (`TURN_S` in `frontend/http2/connection.py`), but hundreds of them would occupy the loop for seconds.
 SHARED_TURN_S = 0.02
 # Limit for a whole iteration that includes such parsing; after a longer one, the next iterations parse less.
 # A call parsed in 50 us can cause 500 us of work in later iterations: a stream of requests has three tasks.

@@ -13,7 +13,7 @@ from operator import eq
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
-STOPPING_TIMEOUT_S = 5.0  # a request whose rest does not come for so long must not hold up the stop
+STOPPING_TIMEOUT_S = 5.0  # how long a request whose rest does not arrive may delay a shutdown
 LATE_S = 1.0  # a timer this late: the event loop was stopped (Ctrl+Z, paused container, no CPU)
 
 
@@ -127,7 +127,7 @@ class Upload(Silence):
             self._on_timeout()
 
     def hurry(self, timeout_s: float) -> None:
-        """Lower the timeout, and the bytes of the minimum rate with it; a silence counts from now."""
+        """Lower the timeout, and the bytes of the minimum rate with it; a present silence counts from now."""
         self._min_bytes *= timeout_s / self._timeout_s
         is_expected = self.began_s is not None
         self.stop()
@@ -180,12 +180,12 @@ class Stalls(Generic[Key, Progress]):
         self._is_over = False
 
     def watch(self) -> None:
-        """Start checking, because a transfer may wait from now on. Further calls have no effect."""
+        """Start the checks: call this when a transfer may begin to wait. No effect while they run."""
         if self._timer is None:
             self._look_later()
 
     def hurry(self, every_s: float) -> None:
-        """Lower the time between two checks; the next one compares with the progress of now."""
+        """Lower the time between two checks; the next check compares with the present progress."""
         self._every_s = every_s
         if self._timer is not None:
             self._timer.cancel()
