@@ -27,7 +27,7 @@ FLUSH_S = 0.1  # longest wait of a line; a crash may lose the lines of that time
 MAX_WAITING = 100_000  # lines, about 30 MB
 _CHUNK = 1000  # lines in one write
 
-Client = str | tuple[object, ...] | None  # address: text, host and port, or None for a Unix socket
+Client = str | tuple[object, ...] | None  # an address: text, or host and port; None: a Unix socket
 logger = logging.getLogger(__name__)
 
 
@@ -73,7 +73,7 @@ class AccessLine(NamedTuple):
 
     created_s: float  # seconds since the epoch
     client: Client
-    request_line: str | bytes  # the text in quotes
+    request_line: str | bytes  # the quoted part of the message
     status: int  # the HTTP status, or the gRPC status code as a number
     elapsed_ms: int
     request_id: str = ""

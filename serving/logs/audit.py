@@ -35,12 +35,12 @@ class AuditFileUnusable(ServingError):
 class AuditedCall:
     """One call."""
 
-    identity: str  # name of the client's identity; "": its key has none, or it was refused, or needs none
+    identity: str  # of the client; "": its key has none, or the client was refused or needs no key
     address: str  # of the client, without its port
     transport: str  # "rest" or "grpc"
     action: str  # the change, as the table of authorisation names it
-    model: str  # "": the call names none, or is refused before it is read
-    version: str  # "": the default one, or none
+    model: str  # "": the call names no model, or was refused before it was read
+    version: str  # "": the default version, or none
     outcome: Outcome  # "refused": the client may not do that
     status: int | str  # the HTTP status, or the name of the gRPC status code
     change: str = ""  # the value that it sets, as NAME=VALUE; "": the action says everything

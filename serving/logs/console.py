@@ -13,11 +13,11 @@ from torchere.serving.logs.lines import AT_START, escape, trace_of
 
 _COLORS = {"red": "31", "green": "32", "yellow": "33", "cyan": "36", "dim": "2", "bold": "1"}
 _OF_LEVELS = {"DEBUG": "dim", "WARNING": "yellow", "ERROR": "red", "CRITICAL": "red"}
-# It begins behind a blank or quote only: tried at each character, a long word would take quadratic time.
+# Begins after a blank, quote, bracket or "=" only: tried at each character, long words take quadratic time.
 _UNPACKED = re.compile(r"(?<![^\s'\"`(=])[^\s'\"`(=]*/torchere-models-\w+/\w+/model/")
 _FRAME = re.compile(r'^  File "([^"]+)", line (\d+), in (.+)$', re.MULTILINE)
 _OURS = re.compile(r"/(serving|handlers|archiver)/[\w/]+\.py$|[/\\](torch|lib/python3\.\d+)[/\\]")
-_LOADS = "torchere.serving.workers.host"  # its errors of loads are repeated by the reconciler
+_LOADS = "torchere.serving.workers.host"  # the reconciler logs its load errors again
 
 
 def wants_color(environ: Mapping[str, str], is_terminal: bool) -> bool:
@@ -26,18 +26,18 @@ def wants_color(environ: Mapping[str, str], is_terminal: bool) -> bool:
 
 
 class ConsoleFormatter(LineFormatter):
-    """`time message`, with the level where it is a warning or worse, and the model of a worker's line.
+    """`time message`, with the level if it is a warning or worse, and the model of a worker's line.
 
     Args:
         color: write ANSI colors.
 
-    `warnings` counts the lines of that level. Not all of a start is shown before `is_started`.
+    `warnings` counts warnings. Before `is_started`, lines that the start's summary repeats are hidden.
     """
 
     def __init__(self, *, color: bool) -> None:
         super().__init__()
         self._color = color
-        self._hint = "; --log-format text shows tracebacks"  # with the first one that is left out
+        self._hint = "; --log-format text shows tracebacks"  # goes with the first traceback left out
         self._places: dict[object, str] = {}  # by model: where the last failed load raised its exception
         self.warnings = 0
         self.is_started = False  # whether the summary was printed; set by the server
@@ -57,7 +57,7 @@ class ConsoleFormatter(LineFormatter):
     def format(self, record: logging.LogRecord) -> str:
         """Return the record as one line, without its line end.
 
-        Of a traceback it has the last line, and the file and line that `_place` finds.
+        A traceback is reduced to its last line, and the file and line that `_place` finds.
         """
         text = escape(shortened(record.getMessage()))
         trace = trace_of(self, record)
@@ -76,7 +76,7 @@ class ConsoleFormatter(LineFormatter):
         return f"{self.paint(_clock(record.created), 'dim')} {start}{text}"
 
     def format_access(self, line: AccessLine) -> str:
-        """Return the line of a request: what was asked, the status, and the milliseconds."""
+        """Return the line of a request: the time, the status, the request line, and the milliseconds."""
         asked = (
             line.request_line if isinstance(line.request_line, str) else line.request_line.decode("latin-1")
         )

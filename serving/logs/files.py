@@ -121,7 +121,7 @@ _LEVELS = {"WARNING": "WARN", "CRITICAL": "FATAL"}  # log4j's names where they d
 class _LogFile(TakesAccessLines, RotatingFile):
     """A log file of this module, which `add_log_files` replaces when it is called again.
 
-    It contains the records that `takes` takes.
+    It contains the records for which `takes` returns True.
     """
 
     def __init__(self, path: Path, takes: Callable[[logging.LogRecord], bool], lines: LineFormatter) -> None:

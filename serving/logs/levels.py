@@ -12,7 +12,7 @@ from torchere.serving.logs.lines import LEVELS
 logger = logging.getLogger(__name__)
 
 _HANDLERS = Path(__file__).resolve().parents[2] / "handlers"
-_MAX_NAME_LENGTH = 200  # less than that of a file
+_MAX_NAME_LENGTH = 200  # below the limit for names of files: a logger's name is looked up as one
 INHERIT = "NOTSET"  # the level of the nearest ancestor that has one; for the root logger, that of the start
 
 
@@ -23,7 +23,7 @@ class Follower(Protocol):
         """Set the level of a logger in that process; "" is the root logger."""
 
 
-_changed: dict[str, int] = {}  # by logger, as logging's own levels common to the whole process
+_changed: dict[str, int] = {}  # level by logger; for the whole process, as logging's own levels are
 _followers: WeakSet[Follower] = WeakSet()
 _at_start: dict[str, int] = {}  # the level of the root logger before its first change; it has no ancestor
 
@@ -40,7 +40,7 @@ def follow(follower: Follower) -> None:
 
 
 def set_level(name: str, level: int) -> None:
-    """Set the level of a logger in this process only; 0 takes it back: see `INHERIT`."""
+    """Set the level of a logger in this process only; 0 removes its level: see `INHERIT`."""
     if not name and level:
         _at_start.setdefault(name, logging.root.level)
     elif not name:
@@ -59,7 +59,7 @@ def change_level(name: str, level: str) -> None:
     wanted = level.upper()
     if wanted not in (*LEVELS, INHERIT):
         raise LogLevelError(f"level: found {level!r}, expected one of {', '.join((*LEVELS, INHERIT))}")
-    # The handlers' loggers are in the workers. Any other name would leave a logger for each of its dots.
+    # The handlers' loggers are in the workers. Any other unknown name would create a logger for each part.
     if name and name not in logging.root.manager.loggerDict and not _is_of_handlers(name):
         raise LogLevelError(f"logger: nothing logs as {name!r}; GET /log-level shows those that have a level")
     _changed[name] = logging.getLevelName(wanted)
@@ -71,7 +71,7 @@ def change_level(name: str, level: str) -> None:
 
 
 def _is_of_handlers(name: str) -> bool:
-    """Tell by its file whether a module of `handlers/` has this name: an import would bring torch here."""
+    """Return whether `handlers/` has a file for a module of this name: an import would import torch here."""
     parts = name.split(".")
     is_path = len(name) <= _MAX_NAME_LENGTH and all(map(str.isidentifier, parts))
     if not is_path or parts[:2] != ["torchere", "handlers"]:

@@ -218,8 +218,8 @@ os.register_at_fork(after_in_child=_begin_in_child)
 
 
 def has_room(descriptor: int, timeout_ms: int | None) -> bool:
-    """Wait until `PIPE_BUF` bytes can be written, for `timeout_ms` (None: forever); return whether."""
-    poll = select.poll()  # one per call: not thread-safe; `select.select` accepts descriptors below 1024
+    """Wait until `PIPE_BUF` bytes can be written; return False after `timeout_ms` (None: wait forever)."""
+    poll = select.poll()  # one per call: not thread-safe; `select.select` takes only descriptors below 1024
     poll.register(descriptor, select.POLLOUT)
     return bool(poll.poll(timeout_ms))
 

@@ -5,8 +5,8 @@ record is written as one line of JSON after a mark, so that a traceback stays in
 its level. The mark contains a token that only the server and the worker's formatter know: handlers print text
 from clients, and a client must not be able to forge a log record.
 
-A line or a message that TorchServe reads as a metric's value is one here, too. It needs no token, which child
-processes of a handler do not have; so clients can forge values where a handler prints their text as lines.
+A line or message that TorchServe reads as a metric's value is read so here, too. It needs no token, because a
+handler's child processes have none; so clients can forge values if a handler prints their text as lines.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ def new_token() -> str:
 
 
 def print_whole_lines() -> None:
-    """Write each line that this process prints when it is whole, and in one piece.
+    """Make this process write each line that it prints in one piece, as soon as the line is complete.
 
-    Python keeps 8 KiB back where the output is a pipe, which a crash loses. Without any buffer
-    (`PYTHONUNBUFFERED`) `print` writes each of its arguments by itself, and those of several ranks are mixed.
+    If the output is a pipe, Python holds back 8 KiB, which a crash loses. Without any buffer
+    (`PYTHONUNBUFFERED`) `print` writes each argument separately, and those of several ranks are mixed.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a handler may have replaced it
@@ -119,11 +119,11 @@ async def relay_all(
 ) -> None:
     """Call `relay` for each line of a worker's output, until the output ends.
 
-    Values of metrics among the lines are given to `report`; without it they are lines like others.
+    Metric values among the lines are given to `report`; without it they are logged like other lines.
 
     For a process that several models share, `origin` is a function: it returns the fields that apply to every
-    line, and each record contains the other fields. Once the process `has_ended`, its last lines, which are
-    no more than a pipe and a buffer hold, do not wait for their share of the loop.
+    line, and each record contains the other fields. Once the process `has_ended`, its last lines do not wait
+    for their share of the loop's time: they are no more than a pipe and a buffer hold.
     """
 
     async def relay_each(lines: Sequence[bytes]) -> None:
@@ -167,10 +167,10 @@ def relay(
 
     The fields of `origin` identify the worker, and override those of the record. In a process that several
     models share (`is_shared`) the worker knows which model a record belongs to, so its fields take
-    precedence. `report` gets the value if the line, or the record's message, is one of a metric, which is not
+    precedence. If the line, or the record's message, is a metric's value, `report` gets it, and it is not
     logged.
     """
-    printed, mark, fields = line.partition(f"{SEPARATOR}{token}")  # after a progress bar
+    printed, mark, fields = line.partition(f"{SEPARATOR}{token}")  # `printed`: such as a progress bar
     record = _record(fields, origin, is_shared) if mark else None
     if record is None:
         if not _is_reported(line, report):
@@ -191,7 +191,7 @@ def relay(
 
 
 def _is_reported(text: str, report: Report | None) -> bool:
-    """Report the value if the text is one of a metric; return whether it is."""
+    """If the text is a metric's value, report the value; return whether it was reported."""
     if not text.startswith(_METRIC_MARKS) or report is None:
         return False
     sample = metric_of(text.partition("]")[2])
