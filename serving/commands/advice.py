@@ -19,18 +19,18 @@ _WAIT_S = 5.0
 _MOST_BYTES = 1 << 20
 _MOST_NAMES = 20
 _NOT_FOUND = "Model not found"
-# A wrong name or an old certificate has the same code, and no other authority helps.
+# OpenSSL has the same code for a wrong host name or an expired certificate, where another CA does not help.
 _NO_AUTHORITY = re.compile(r"CERTIFICATE_VERIFY_FAILED.*(issuer|self.signed)")
 _NO_WORKER = "has no worker to serve inference request"
 
 
 def advice(message: str, address: str | None, model: str, found: FoundKey | None) -> str:
-    """Return a line on an error; "" if there is nothing to add.
+    """Return a line of advice on an error; "" if there is nothing to add.
 
     Args:
         message: the text of the answer, or the reason why there is none.
         address: the URL of the inference API over REST; None: it is not known.
-        model: as it was asked for, `name` or `name/version`.
+        model: the requested model, as `name` or `name/version`.
         found: the key that was sent.
     """
     if _NO_AUTHORITY.search(message):
@@ -61,7 +61,7 @@ def _models(wanted: str, names: list[str]) -> str:
 
 
 class _NoRedirects(urllib.request.HTTPRedirectHandler):
-    """Leaves a redirect as the answer: urllib takes the key along to any other server."""
+    """Makes a redirect the answer: urllib would follow it, and send the key to any other server."""
 
     def redirect_request(self, *_arguments: object) -> None:
         """Return no request."""
@@ -70,7 +70,7 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
 def _get(address: str, path: str, found: FoundKey | None) -> dict[str, object]:
     """Return the JSON object that the server answers at a path, a refusal included; {} for other answers."""
     headers = {"Authorization": f"Bearer {found.key}"} if found else {}
-    # The proxy of the environment must not get the key, and to it such an address means its own machine.
+    # The environment's proxy must not get the key, and would take such an address for its own machine.
     direct = [urllib.request.ProxyHandler({})] if is_loopback(address) else []
     try:
         request = urllib.request.Request(address.rstrip("/") + path, headers=headers)

@@ -1,4 +1,4 @@
-"""Checks whether a server can serve an archive made for TorchServe: reads it, and runs nothing of it."""
+"""Checks whether a server can serve an archive made for TorchServe: reads it, and runs none of its code."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def _missing_weights(manifest: Manifest, files: Collection[str]) -> Iterator[_Fo
 
 
 def _entry_point(archive: Archive, file: str, function: str) -> Iterator[_Found]:
-    """Yield why the file of a handler can't be one: it has neither the function nor exactly one class."""
+    """Yield a finding if the file can't be a handler: it has neither the function nor exactly one class."""
     try:
         tree = ast.parse(archive.read_text(file, MAX_SOURCE_BYTES))
     except (ArchiveError, *_UNREADABLE):
@@ -151,7 +151,7 @@ def _entry_point(archive: Archive, file: str, function: str) -> Iterator[_Found]
 
 
 def _may_bind(statement: ast.stmt, name: str) -> bool:
-    """Whether a statement of a module may bind the name, or define a class on a condition."""
+    """Whether a top-level statement may bind the name, or defines a class or function conditionally."""
     if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
         return statement.name == name
     for node in ast.walk(statement):
@@ -195,7 +195,7 @@ def _requirements(manifest: Manifest, settings: ServerSettings) -> _Found:
 
 
 def _source(archive: Archive, name: str, brings_packages: bool) -> Iterator[_Found]:
-    """Yield the imports of a Python file that fail here; no packages, if its requirements bring them."""
+    """Yield the imports of a Python file that fail here; of `ts` only, if its requirements bring packages."""
     try:
         module = ast.parse(archive.read_text(name, MAX_SOURCE_BYTES))
     except ArchiveError as err:
@@ -224,7 +224,7 @@ def missing_imports(module: ast.Module) -> list[str]:
 
 
 def _imported(nodes: Iterable[ast.AST]) -> Iterator[tuple[int, str, str]]:
-    """Yield the line, module and name (of `import module`: "") of each import among these nodes."""
+    """Yield line, module and name ("" for `import module`) of each import among these nodes."""
     for node in nodes:
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name, "") for alias in node.names)
@@ -255,9 +255,9 @@ def _names(module: str) -> Iterator[str]:
 
 
 def _not_installed(module: ast.Module, files: Collection[str]) -> list[str]:
-    """Return one sentence for each package that a module of an archive with these files needs and lacks here.
+    """Return a sentence for each package that a module imports and that is neither installed nor in `files`.
 
-    Imports in functions, and in `try` or `if`, do not count: the module may do without.
+    Imports in functions, and in `try` or `if`, do not count: the module may work without them.
     """
     beside = {part.removesuffix(".py") for name in files for part in name.split("/")}
     known = _OURS | beside | sys.stdlib_module_names

@@ -52,7 +52,7 @@ _COMMANDS = (
 
 
 _ENDS = "end torchere serve by Ctrl+C or SIGTERM; torchserve --stop ends what torchserve --start began"
-_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}  # of a file that standard output is sent to
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}  # of a file to which standard output is sent
 _HINTS = {"start": "torchere serve starts a server", "stop": _ENDS, "--stop": _ENDS}
 
 

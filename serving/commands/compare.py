@@ -57,7 +57,7 @@ class Contender:
     run: Callable[..., Any]
     file: Path | None  # the weights file in the unpacked archive
     load: TorchScriptOptions
-    prepare: Prepare  # what the archive's handler does to the body of a request
+    prepare: Prepare  # converts a request's body as the archive's handler does
     signature: Signature | None  # of signature.json; None without this file
 
     @property
@@ -67,7 +67,7 @@ class Contender:
 
     @property
     def takes(self) -> str:
-        """The advice of a refusal: the inputs of the model."""
+        """The advice in a refusal of inputs: which ones the model takes."""
         if self.signature is None:
             return f"give inputs of the shapes and datatypes that {self.name} takes, a batch each"
         inputs = ", ".join(f"{one.name} {one.datatype}{list(one.shape)}" for one in self.signature.inputs)
@@ -110,7 +110,7 @@ def add_compare(parser: argparse.ArgumentParser) -> None:
 
 def _run(options: argparse.Namespace) -> int:
     """Print the report; return 0 if B's outputs are close enough to A's, 2 otherwise or on an error."""
-    keep_freed_memory(os.environ)  # what is measured is then as in the server
+    keep_freed_memory(os.environ)  # so that measurements are as in the server
     try:
         # Warnings of handlers (such as on class names) are irrelevant to a comparison.
         with tidy_when_ended(), errors_only("torchere.handlers"):
@@ -133,9 +133,9 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _write(target: Path, text: str) -> None:
-    """Write the text whole or not at all; in place where no file can replace the target.
+    """Write the text whole or not at all; in place if the target can't be replaced.
 
-    Standard output (`/dev/stdout`) gets it behind the report.
+    If the target is standard output (`/dev/stdout`), the text follows the report.
     """
     if target.exists() and os.path.samestat(target.stat(), os.fstat(1)):
         print(text, end="")
@@ -207,7 +207,7 @@ def _contender(path: Path, *, allow_code: bool = False) -> Iterator[Contender]:
         handler = manifest.handler or DEFAULT_HANDLER
         prepare: Prepare = refuse_code
         if allow_code or handler in BUILT_IN_HANDLERS:
-            # Without a folder a built-in name stays one, even if the archive holds a file of that name.
+            # Without a folder, a built-in name is not looked up among the archive's files.
             prepare = prepare_for(handler, root if allow_code else None, config_file)
         yield Contender(
             name=path.name,

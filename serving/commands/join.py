@@ -64,7 +64,7 @@ def address_of(text: str) -> tuple[str, int]:
     """Split HOST[:PORT]; an IPv6 address with a port stands in brackets.
 
     Raises:
-        LaunchRefused: it is neither.
+        LaunchRefused: the text has another form.
     """
     host, colon, port = text.rpartition(":")
     if not colon or text.endswith("]") or (":" in host and not text.startswith("[")):
@@ -76,4 +76,4 @@ def address_of(text: str) -> tuple[str, int]:
 
 
 def _end(number: int, frame: FrameType | None) -> NoReturn:
-    raise SystemExit(0)  # ends the ranks on the way
+    raise SystemExit(0)  # `finally` blocks end the ranks

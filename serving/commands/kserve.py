@@ -1,6 +1,6 @@
 """`torchere kserve`: serves the models that KServe's storage initializer put into a folder.
 
-The layout of TorchServe's runtime (`config/` and `model-store/`), a folder of archives, or one bare model.
+The folder holds `config/` and `model-store/` as for TorchServe's runtime, archives, or one bare model.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torchere.serving.commands.serve_options import (
 
 # In the order of preference: a folder may hold a model in several formats.
 _MODELS = (".pt2", ".onnx", ".pt", ".pth", ".safetensors")
-_BESIDE = {  # options of packing, and the files beside a bare model that they stand for; the first one counts
+_BESIDE = {  # packing options, and files beside a bare model that set them; the first one found counts
     "--handler": ("handler.py",),
     "--model-file": ("model.py",),
     "--requirements-file": ("requirements.txt",),
@@ -94,7 +94,7 @@ def arguments_of(folder: Path, name: str) -> list[str]:
 
 
 def _model_in(folder: Path) -> Path:
-    """Return the file or folder of the one model, below folders that hold nothing but a folder, as `1/`."""
+    """Return the file or folder of the one model; descend where a folder holds one folder only, as `1/`."""
     if not folder.is_dir():
         raise LaunchRefused(f"{folder} not found: expected the folder in which KServe puts models")
     # A claim that is a disk of its own has lost+found.

@@ -132,7 +132,7 @@ class _Connection(asyncio.Protocol):
 
     @property
     def usable(self) -> bool:
-        # TLS of Python 3.10 does not tell of a lost connection.
+        # TLS of Python 3.10 does not report a lost connection.
         return not (self._is_lost or self._transport.is_closing())
 
     async def exchange(self, request: bytes) -> Reply:

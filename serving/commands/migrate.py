@@ -1,6 +1,6 @@
 """Checks whether a TorchServe deployment can be migrated: reads its files and archives, runs no code.
 
-Files are looked for by `os.path`, which raises no error where this user may not look into the folder.
+Files are looked up by `os.path`, which raises no error if this user may not search the folder.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def check_migration(
 
 
 def _snapshot(folder: Path, store: Path | None, environ: Mapping[str, str]) -> Iterator[MigrationFinding]:
-    """Yield the findings on restoring the newest snapshot; `store` None means its own model store."""
+    """Yield the findings on restoring the newest snapshot; `store` None: the one that the snapshot names."""
     if _listed(folder) is None:
         text = "there is no such folder, as with --ncs; without --ncs name the folder that has the snapshots"
         yield MigrationFinding(str(folder), "snapshots", "differs", text)
@@ -165,7 +165,7 @@ OTHER_DEFAULTS = {
     "metrics_mode": "torchserve has TorchServe's default, log; that of torchere serve is prometheus, so that "
     "the metrics API answers, and ts_metrics.log and model_metrics.log are not written",
 }
-# Defaults of TorchServe since 0.11 that differ from those before it; told if the file does not set them.
+# Defaults that TorchServe changed in 0.11; reported if the file does not set them.
 SINCE_0_11 = {
     "disable_token_authorization": "tokens are on, as in TorchServe since 0.11: clients send a key of "
     "key_file.json in the header Authorization, or start with --disable-token-auth",
@@ -195,13 +195,13 @@ def _config(path: Path, environ: Mapping[str, str]) -> tuple[ServerSettings, lis
 
 
 def _configured(path: Path, environ: Mapping[str, str]) -> Configuration:
-    """Return the configuration of a file as `torchserve` reads it, but for the defaults it does not set."""
+    """Return the configuration of a file as `torchserve` reads it, with one of its defaults only."""
     name = "insecure_management"
     return configure(read_properties(path), environ, defaults={name: old_defaults(environ)[name]})
 
 
 def _whole(path: Path) -> Iterator[MigrationFinding]:
-    """Yield a finding on a snapshot that is cut off."""
+    """Yield a finding if the file is a truncated snapshot."""
     if cut := cut_off(path, read_properties(path)):
         text = f"is not whole: {cut}; the start would be refused: delete it, or start with --ncs"
         yield MigrationFinding(str(path), "snapshot", "unsupported", text)

@@ -86,7 +86,7 @@ def _run(options: argparse.Namespace) -> int:
     except (OSError, ValueError, TypeError) as err:
         print(f"torchere predict: {plainly(err)}", file=sys.stderr)
         return 2
-    except MemoryError as err:  # at any copy of the values: Linux gives memory for zeros when it is used
+    except MemoryError as err:  # raised by any copy: Linux provides the memory of zeros at their first use
         reason = ": ".join(filter(None, ("the request or its answer does not fit into memory", str(err))))
         print(f"torchere predict: {reason}", file=sys.stderr)
         return 2
@@ -95,7 +95,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _advice(err: ClientError, options: argparse.Namespace, found: FoundKey | None) -> str:
-    """Return the advice for an error; with gRPC the address over REST may be unknown."""
+    """Return the advice for an error. With `--grpc` and `--address` the server's REST address is unknown."""
     address = (None if options.address else REST_ADDRESS) if options.grpc else _address(options)
     return advice(err.message, address, options.model, found)
 

@@ -46,7 +46,7 @@ def add_body_arguments(
 ) -> argparse._MutuallyExclusiveGroup:
     """Add the ways to give the body of a request, and return their group.
 
-    `by_inputs`: a further sentence on `--json`, where a command takes tensors by the names of inputs.
+    `by_inputs`: more help on `--json`, of a command that takes tensors by the names of inputs.
     """
     given = parser.add_mutually_exclusive_group(required=required)
     given.add_argument("--json", metavar="TEXT", help=f"JSON to send{by_inputs}")
@@ -114,7 +114,7 @@ def parsed(text: str, *, arrays: bool = False) -> Any:
     """Return the value of `--json`.
 
     Args:
-        text: of the option; a name of a file is a mistake, which the error tells how to mend.
+        text: the option's value; if it is the name of a file, the error suggests a correction.
         arrays: the value is sent as arrays (`--v2`), which `--file` can't give.
 
     Raises:

@@ -74,7 +74,7 @@ def properties_of(environ: Mapping[str, str], folder: Path, several: bool) -> st
     address = f"http://0.0.0.0:{port}"
     values = {
         "inference_address": address,
-        # SageMaker loads and unloads models of an endpoint for several on the same port.
+        # For an endpoint of several models, SageMaker loads and unloads models on the same port.
         "management_address": address if several else "http://127.0.0.1:0",
         "insecure_management": str(several).lower(),
         "metrics_address": "http://127.0.0.1:0",
@@ -117,8 +117,8 @@ def _number(environ: Mapping[str, str], name: str, default: int) -> int:
 def _install_requirements(requirements: Path) -> str:
     """Install the packages of a model folder, as SageMaker's containers do; return the Python that has them.
 
-    It is this one, but where this user may not write to its environment, as in the image: then it is that of
-    a new environment, which has the packages of this one behind its own.
+    It is this Python, unless this user may not write to its environment, as in the image. Then it is that of
+    a new environment, which searches its own packages before this one's.
     """
     logger.info("installing the packages of %s", requirements)
     may_write = os.access(sysconfig.get_path("purelib"), os.W_OK)

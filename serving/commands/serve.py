@@ -118,7 +118,7 @@ def _planned_and_served(options: argparse.Namespace) -> int:
     from torchere.serving.process.signals import SignalsKept  # noqa: PLC0415 - likewise
     from torchere.serving.workers.spawn import fork_server_ahead  # noqa: PLC0415 - likewise
 
-    keep_freed_memory(os.environ)  # before logging starts the first thread, for a thread keeps what it has
+    keep_freed_memory(os.environ)  # before logging starts the first thread: a thread keeps the heap it has
     allow_many_files()
     cores = pin_to_limit() if plan.settings.pin_cores else []
     with SignalsKept() as kept, fork_server_ahead(plan.settings) as fork_server:
@@ -167,8 +167,8 @@ def _log_format(options: argparse.Namespace) -> str:
 def start_block(plan: Plan) -> Iterator[str]:
     """Yield `Label: value` for each of TorchServe's labels that has a meaning here, in its order.
 
-    TorchServe starts its log with these lines, and scripts look for them there. Those of Java and Netty are
-    left out, and the number of GPUs, which is not known yet.
+    TorchServe starts its log with these lines, and scripts look for them there. The labels of Java and Netty
+    are left out, and so is the number of GPUs, which is not known yet.
     """
     from torchere.handlers.cgroup import available_cores  # noqa: PLC0415 - rarely needed
     from torchere.serving.config.kinds import shown_url  # noqa: PLC0415 - likewise
@@ -222,7 +222,7 @@ def _log_account(plan: Plan, options: argparse.Namespace, names_file: bool) -> N
     if plan.settings.snapshot_models:
         count = len(plan.settings.snapshot_models)
         is_newest = plan.config_file and plan.config_file.parent == plan.log_directory / "config"
-        # --ncs looks for no snapshot, and leaves `model_snapshot` of a file that is named as it is.
+        # With --ncs no snapshot is looked up, but `model_snapshot` in a named file stays in effect.
         is_found = is_newest and not (options.no_config_snapshots or options.ts_config)
         remedy = "start without it by --ncs" if is_found else "to start without it, remove model_snapshot"
         logger.warning("%s: restoring its snapshot of %d models; %s", origin, count, remedy)

@@ -1,4 +1,4 @@
-"""`torchere serve MODEL`: packs a model into an archive of the cache, unless the same one is there.
+"""`torchere serve MODEL`: packs a model into an archive in the cache, unless the cache has it already.
 
 The model is packed in a child process, so that the server's process imports no torch.
 """
@@ -38,7 +38,7 @@ from torchere.serving.process.allocator import keep_freed_memory
 MAX_CACHE_BYTES = 10 * 2**30
 _FILES = ("model_file", "config_file", "requirements_file", "example", "samples")
 _NOT_OF_NAMES = re.compile(r"[^A-Za-z0-9_\-.]+")
-# Other versions of these make other archives; onnxruntime tries the batches of ONNX where it is installed.
+# Other versions of these make other archives; packing tries ONNX batches if onnxruntime is installed.
 _MADE_BY = ("torch", "torchao", "transformers", "onnxruntime", "onnxruntime-gpu")
 _RUNTIME = "onnxruntime"  # of ONNX
 _READ_BYTES = 2**20
@@ -54,7 +54,7 @@ class NotPacked(Exception):
 
 
 def serve_model(options: argparse.Namespace, environ: Mapping[str, str]) -> None:
-    """Set the options of a server start to serve `options.model`, packed first where it is no archive.
+    """Set the options of a server start to serve `options.model`, packed first if it is not an archive.
 
     Raises:
         LaunchRefused: there is no such model, or an option does not go with it, or there is no folder for the
@@ -92,9 +92,9 @@ def _is_archive(path: Path) -> bool:
 
 
 def _refuse_onnx_without_runtime(model: Path, options: argparse.Namespace) -> None:
-    """Raise LaunchRefused for ONNX where no model of it could start.
+    """Raise LaunchRefused for an ONNX model that could not start here without onnxruntime.
 
-    A handler of the user's own may run it by another package, and requirements may install onnxruntime.
+    The user's own handler may run the model by another package, and requirements may install onnxruntime.
     """
     if importlib.util.find_spec(_RUNTIME) is not None or _own_handler(options) or options.requirements_file:
         return
@@ -114,7 +114,7 @@ def _own_handler(options: argparse.Namespace) -> Path | None:
 
 
 def _name_of(model: Path) -> str:
-    """Return the name of the file or folder, with the characters that names of models may have."""
+    """Return the name of the file or folder, reduced to the characters that models' names may have."""
     path = model.resolve()
     name = path.name if path.is_dir() else path.stem
     return _NOT_OF_NAMES.sub("-", name).strip("-_.") or "model"
@@ -129,7 +129,7 @@ def _packed(model: Path, name: str, options: argparse.Namespace, environ: Mappin
     else:
         _make(archive.parent)
         _pack(model, name, archive.parent, options)
-    with suppress(OSError):  # a cache that this user may only read serves all the same
+    with suppress(OSError):  # a cache that this user may only read can be used, too
         os.utime(archive)  # the time of its last use
         _prune(cache, archive)
     return archive
@@ -193,9 +193,9 @@ def _files_of(options: argparse.Namespace) -> Iterator[Path]:
 
 
 def _is_current(archive: Path, options: argparse.Namespace) -> bool:
-    """Return whether the archive holds the Python that packing would read now, which the key does not cover.
+    """Return whether the archive holds the Python files as they are now: the key does not cover them.
 
-    That of a factory or a pickle can be anywhere, so such models are packed anew at each start.
+    Those of a factory or a pickle can be anywhere, so such models are packed anew at each start.
     """
     if options.factory or options.allow_pickle:
         return False
@@ -219,7 +219,7 @@ def _pack(model: Path, name: str, folder: Path, options: argparse.Namespace) -> 
         runtime="python",
         export_path=str(folder),
         archive_format="default",
-        force=True,  # an outdated one, or that of a server that packs the same model now
+        force=True,  # replace an outdated archive, or that of a server that packs the same model now
     )
     child = multiprocessing.get_context("fork").Process(target=_pack_and_exit, args=(request,))
     with tidy_when_ended():
@@ -237,12 +237,12 @@ def _pack(model: Path, name: str, folder: Path, options: argparse.Namespace) -> 
 
 
 def _pack_and_exit(request: argparse.Namespace) -> None:
-    keep_freed_memory(os.environ)  # what is measured is then as in the server
+    keep_freed_memory(os.environ)  # so that measurements are as in the server
     sys.exit(run_model_archive(request, prepare_for, "torchere serve", read_config))
 
 
 def _prune(cache: Path, used: Path) -> None:
-    """Delete the archives that were not used for the longest time, until the cache is within its limit."""
+    """Delete the least recently used archives, until the cache is within its limit."""
     found = [(file.stat().st_mtime, file.stat().st_size, file) for file in cache.glob("*/*.mar")]
     excess = sum(size for _, size, _ in found) - MAX_CACHE_BYTES
     for _, size, file in sorted(found):

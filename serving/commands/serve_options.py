@@ -1,8 +1,8 @@
 """The options of `torchere serve` and `torchserve`, and their conversion to server settings.
 
 The flags, the order of the configuration files and the messages of `LaunchRefused` are those of TorchServe
-0.12. For `--help`, the modules that build the settings are not imported. Files are looked for by `os.path`:
-`Path.is_file` raises an error before Python 3.14 where this user may not look into the folder.
+0.12. For `--help`, the modules that build the settings are not imported. Files are looked up by `os.path`:
+`Path.is_file` raises an error before Python 3.14 if this user may not search the folder.
 """
 
 from __future__ import annotations
@@ -108,10 +108,10 @@ def add_serve_options(
 def old_defaults(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the defaults of `torchserve`, the old name, by key of the configuration file.
 
-    Tools and start scripts for TorchServe set none of these. Who may register an archive may run code, so
-    archives of any URL are no further risk while only clients on this machine, or with a token, may register.
+    Tools and start scripts for TorchServe set none of these. A client that may register an archive may run
+    code, so allowing any URL adds no risk while only clients on this machine, or with a token, may register.
     """
-    is_sagemaker = environ.get("SAGEMAKER_MULTI_MODEL", "").lower() == "true"  # it manages from outside
+    is_sagemaker = environ.get("SAGEMAKER_MULTI_MODEL", "").lower() == "true"  # is managed from outside
     return {
         "metrics_mode": "log",
         "insecure_management": "true" if is_sagemaker else "local",
@@ -134,7 +134,7 @@ def _flag(name: str) -> str:
 
 
 def written(properties: str) -> str:
-    """Return the path of a new configuration file, which is there for this process and `become_server`."""
+    """Return the path of a new configuration file that only this process has, also after `become_server`."""
     # A file with a name would be left in the folder: the server replaces the process that could delete it.
     with tempfile.TemporaryFile("w+", encoding="utf-8") as file:
         file.write(properties)
@@ -145,14 +145,14 @@ def written(properties: str) -> str:
 
 
 def serve_command(arguments: Sequence[str], python: str = sys.executable) -> list[str]:
-    """Return the command line of `torchere serve` with these arguments, run by a Python."""
+    """Return the command line of `torchere serve` with these arguments, run by the interpreter `python`."""
     # -P removes the current directory from the import path: a torch.py there must not be imported.
     safe_path = ["-P"] if sys.version_info >= (3, 11) else []
     return [python, *safe_path, "-m", "torchere.serving", "serve", *arguments]
 
 
 def become_server(arguments: Sequence[str], python: str = sys.executable) -> NoReturn:
-    """Replace this process, which gets the signals of its container, by `torchere serve --ncs`."""
+    """Replace this process by `torchere serve --ncs`, which then gets the signals of the container."""
     sys.stdout.flush()
     os.execv(python, serve_command(["--ncs", *arguments], python))
 

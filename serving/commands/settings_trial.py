@@ -1,8 +1,8 @@
 """Tries the files and packages of the settings as a start does; for `config check` and `migrate check`.
 
-A value may be valid, and yet every start or every model fails with it: a certificate without its key, a
-handler that is not installed. Nothing is bound, written or loaded. Files are looked for by `os.path`, which
-raises no error where this user may not look into the folder.
+With a valid value every start or every model may still fail: a certificate without its key, a handler that
+is not installed. Nothing is bound, written or loaded. Files are looked up by `os.path`, which raises no
+error if this user may not search the folder.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def _folders(settings: ServerSettings) -> Iterator[_Problem]:
     store, workflows = settings.model_store, settings.workflow_store
     if store is not None and not os.path.isdir(store):
         yield "model_store", _level(store), _absent(store, "the start is refused; make the folder")
-    if workflows is not None and not os.path.isdir(workflows):  # of the option alone the start looks for it
+    if workflows is not None and not os.path.isdir(workflows):  # a start checks the option only
         yield "workflow_store", "warning", _absent(workflows, "no workflow can be registered; make it")
     audit = settings.audit_log
     if audit is not None and not os.path.isdir(audit.absolute().parent):
@@ -209,7 +209,7 @@ def _not_installed(package: str) -> str:
 
 
 def _level(path: Path) -> Level:
-    """Return the level of a missing file: on another machine than the server's its folder is missing, too."""
+    """Return the level of a missing file: if its folder is missing, too, this may be another machine."""
     return "error" if os.path.isdir(path.absolute().parent) else "warning"
 
 

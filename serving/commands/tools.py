@@ -98,7 +98,7 @@ def _archive(options: argparse.Namespace) -> int:
     from torchere.serving.commands.inputs import prepare_for, read_config
     from torchere.serving.process.allocator import keep_freed_memory
 
-    keep_freed_memory(os.environ)  # what is measured is then as in the server
+    keep_freed_memory(os.environ)  # so that measurements are as in the server
     return run_model_archive(options, prepare_for, check_config=read_config)
 
 

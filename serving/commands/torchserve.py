@@ -41,7 +41,7 @@ FINISHING = "TorchServe (process {}) is finishing its requests; waiting for its 
 def pid_file(environ: Mapping[str, str]) -> Path:
     """Return the path of the pid file of a server with this environment: `$TMPDIR/.model_server.pid`.
 
-    The defaults are those of `tempfile.gettempdir`, which reads the environment of this process alone.
+    As in `tempfile.gettempdir`, which is not used because it reads this process's own environment.
     """
     named = next((environ[name] for name in ("TMPDIR", "TEMP", "TMP") if environ.get(name)), None)
     default = "/tmp" if Path("/tmp").is_dir() else tempfile.gettempdir()
@@ -55,7 +55,7 @@ def server_command(arguments: Sequence[str]) -> list[str]:
 
 @contextmanager
 def starts_in_turn(file: Path) -> Iterator[None]:
-    """Let this user's starts with this pid file pass one by one, each until its server can be found."""
+    """Serialise this user's starts with this pid file: each waits until the one before it can be found."""
     path = file.with_name(f"{file.name}.lock")  # the pid file itself is replaced
     with ExitStack() as stack:
         with suppress(OSError):  # another user's file, or a file system without locks: start all the same
@@ -141,7 +141,7 @@ def become(command: Sequence[str], file: Path) -> None:
 def stop(file: Path, wait_s: float = 0.0, say: Callable[[str], None] = print) -> int:
     """Send SIGTERM to the server in the pid file, and delete that file.
 
-    The server deletes the key file that it wrote: one in this directory may be another server's.
+    Only the server deletes its key file: one in this directory may be another server's.
 
     Args:
         file: the pid file.
@@ -152,7 +152,7 @@ def stop(file: Path, wait_s: float = 0.0, say: Callable[[str], None] = print) ->
         The exit status: 0, or 1 if the server belongs to another user.
 
     Raises:
-        ConfigurationError: the pid file can't be removed, of an orphan or after the signal.
+        ConfigurationError: an orphaned pid file, or that of the stopped server, can't be removed.
     """
     pid = _found(file, say)
     if pid is None:
