@@ -64,7 +64,7 @@ class EnvironmentBuilder:
     async def build(
         self, model: str, directory: Path, manifest: Mapping[str, Any], config: Mapping[str, Any]
     ) -> Environment | None:
-        """Build the environment that an archive requests; None if it requests or the server allows none.
+        """Build the environment that an archive requests; None if it requests none or the server allows none.
 
         Args:
             model: the name of the model, for messages.
@@ -151,8 +151,8 @@ def _errors_in(text: str) -> str:
 
 
 def venv_command(place: Path) -> list[str]:
-    """Return the command that makes a virtual environment; it has pip after `show_server_packages`."""
-    # The environment can use the server's pip, if there is one; installing another takes seconds.
+    """Return the command that makes a virtual environment; `show_server_packages` may have to add pip."""
+    # The environment can use the server's pip, if there is one; installing another one takes seconds.
     options = ["--without-pip"] if any(importlib.metadata.distributions(name="pip")) else []
     return [sys.executable, "-m", "venv", *options, str(place)]
 

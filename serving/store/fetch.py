@@ -78,7 +78,7 @@ def resolve(host: str, port: int) -> list[str]:
 class Origins:
     """The URLs of the files that this server has downloaded, or reused from an earlier start. Thread-safe.
 
-    A file is named, or deleted, and noted under one lock: a concurrent download sees both or neither.
+    A file is named, or deleted, and recorded under one lock: a concurrent download sees both or neither.
     """
 
     def __init__(self) -> None:
@@ -95,7 +95,7 @@ class Origins:
                 self._of_clients.add(target)
 
     def reuse(self, target: Path, url: str) -> Download:
-        """Take the file for that of a URL; raise `ServingError` if it is the file of another URL."""
+        """Use an existing file as that of a URL; raise `ServingError` if it is the file of another URL."""
         with self._lock:
             other = self._urls.setdefault(target, shown_url(url))
         if other != shown_url(url):
@@ -110,7 +110,7 @@ class Origins:
             self._of_clients.discard(target)
 
     def is_of_client(self, target: Path) -> bool:
-        """Return whether a client has had this file downloaded: it stays that client's under its name."""
+        """Return whether this file was downloaded at a client's request, whichever name it is loaded by."""
         return target in self._of_clients
 
 
@@ -153,10 +153,10 @@ class Downloader:
         Args:
             url: the URL of the archive.
             folder: the model store.
-            by_operator: the operator names the URL (at a start), so `allowed_urls` need not match; `reuses`.
+            by_operator: the operator names the URL, so `allowed_urls` need not match; implies `reuses`.
             interrupt: aborts the download from another thread.
-            signs: the URL is one of S3, for a request with the server's credentials.
-            reuses: take a file from an earlier start if no other URL has; an empty one is of a killed start.
+            signs: the URL is an S3 URL, to be requested with the server's credentials.
+            reuses: use an existing file unless it is that of another URL; replace an empty one.
             max_bytes: a smaller limit of the size, for a file that is not an archive.
 
         Raises:
@@ -224,7 +224,7 @@ class Downloader:
         interrupt.check(source)  # a closed connection looks like the end of a body without a length
 
     def _patterns_for(self, url: str, by_operator: bool) -> Sequence[str]:
-        """Return the patterns of a download: the operator's own URL is allowed, and what it redirects to."""
+        """Return the patterns of a download: an operator's own URL is allowed, and those it redirects to."""
         if not by_operator:
             return self.patterns
         try:
@@ -370,7 +370,7 @@ def _give_name(part: str, target: Path) -> None:
 
 
 def _failed(source: Source, reason: str) -> DownloadFailed:
-    # A redirect may have led to this URL, and its signature is not the client's to see.
+    # A redirect may have led to this URL, and the client must not see its signature.
     return DownloadFailed(f"Failed to download archive from: {shown_url(source.url)}", reason)
 
 
@@ -429,7 +429,7 @@ def _at_its_region(context: dict[str, Any], **_: object) -> None:
 
 @contextmanager
 def _signing(source: Source, user: str) -> Iterator[Any]:
-    """Give a session of botocore; convert its errors, and those of services for credentials."""
+    """Yield a botocore session; convert its errors, and those of the services that give credentials."""
     try:
         from botocore.exceptions import BotoCoreError, ClientError  # noqa: PLC0415 - as in `signed`
 
@@ -443,9 +443,9 @@ def _signing(source: Source, user: str) -> Iterator[Any]:
 
 
 def signed_url(source: Source) -> Source:
-    """Return the presigned source of an HTTP(S) URL of S3, as objects under SSE-KMS need; others unchanged.
+    """Presign an HTTP(S) source in S3, which objects under SSE-KMS need; return other sources unchanged.
 
-    Like `s3://`, it is for hosts only that `allowed_urls` spells out, as the server's credentials open them.
+    As for `s3://`, `allowed_urls` must spell out the host, because the server's credentials give access.
 
     Raises:
         DownloadFailed: as for `signed`, or the host is not spelt out.

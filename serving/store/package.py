@@ -46,7 +46,7 @@ from torchere.serving.store.url_rules import allow, is_remote
 
 logger = logging.getLogger(__name__)
 
-_OPENAPI_SIGNATURE_NAME = "MAR-INF/signature.json"  # where TorchServe reads it; ours is beside the weights
+_OPENAPI_SIGNATURE_NAME = "MAR-INF/signature.json"  # TorchServe's; torchere's own is next to the weights
 _MAX_TEXT_BYTES = 16 << 20  # limit for a manifest or a signature
 
 
@@ -91,7 +91,7 @@ class StoredArchive:
 
 
 class Store:
-    """The model store of one server, or, beside that of its `models`, its workflow store. Thread-safe."""
+    """The model store of one server; or, if `models` is that store, its workflow store. Thread-safe."""
 
     def __init__(
         self,
@@ -132,8 +132,8 @@ class Store:
 
         Raises:
             ModelNotFound: the URL is not allowed, or no store is configured.
-            DownloadFailed, ServingError: see `Downloader.download`. With required signatures, also for the
-                one at `signature_url(url)`; then the archive is not kept.
+            DownloadFailed, ServingError: see `Downloader.download`. If signatures are required, also if the
+                download from `signature_url(url)` fails; the archive is then not kept.
         """
         fetch = partial(
             self._downloader.download,
@@ -309,7 +309,7 @@ class Store:
 
 
 def store_of(server: ServerSettings, models: Store | None = None) -> Store:
-    """Create the store of models from the settings, or beside `models` that of workflows.
+    """Create the model store from the settings; or, if `models` is that store, the workflow store.
 
     Workflows are in the folder of the models unless the settings name another.
 

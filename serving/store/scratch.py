@@ -27,7 +27,7 @@ if sys.platform != "win32":
 logger = logging.getLogger(__name__)
 
 FOLDER_PREFIX = "torchere-models-"
-_BEFORE_LOCK_S = 5.0  # a new part is locked at once, but not in the same moment
+_BEFORE_LOCK_S = 5.0  # a partial download exists for a moment before it is locked
 _CLAIM = ".claim"  # the locked file in a claimed folder
 
 
@@ -82,7 +82,7 @@ class ClaimedFolder:
 def remove_tree(folder: Path) -> None:
     """Delete a folder and its contents, as far as possible; a handler may have nested it deeply.
 
-    `shutil.rmtree` calls itself for each level, and `rm` does not.
+    `shutil.rmtree` may be recursive; `rm` is not.
     """
     try:
         shutil.rmtree(folder, ignore_errors=True)
@@ -119,7 +119,7 @@ def sweep_folders(parent: Path | None) -> list[Path]:
 
 @functools.cache
 def machine() -> str:
-    """Return the start of the names of parts of this boot, whose locks are visible; "-" if it is unknown."""
+    """Return a prefix for partial files of this boot, whose locks are visible; "-": the boot is unknown."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")[:8] + "-"
     except OSError:
@@ -130,8 +130,8 @@ def sweep_parts(store: Path, prefix: str, idle_s: float) -> list[Path]:
     """Delete unlocked partial files that were not modified for `idle_s` seconds; return their paths.
 
     The time is checked because the store may be on a network file system, where locks of other machines are
-    not always visible; for parts of this machine, whose names say so, the lock is enough. A modification time
-    that is `idle_s` in the future counts, too: it was written before the clock was corrected.
+    not always visible. For files of this machine (see `machine`) the lock is enough. A modification time that
+    is `idle_s` in the future counts, too: it was written before the clock was corrected.
     """
     swept = []
     for part in _ours(store, prefix):

@@ -232,7 +232,7 @@ def sign(archive: Archive, means: SignWith) -> Path:
     root, target = archive.root, signature_path(archive)
     draft = target.with_name(f".{target.name}.{os.getpid()}")
     is_folder = archive.kind == "directory"
-    # `__pycache__` is no part of an archive: see `FolderContainer`.
+    # `__pycache__` is not part of an archive: see `FolderContainer`.
     skipped = [target, *root.rglob("__pycache__")] if is_folder else []
     try:
         hashing = _library().hashing.Config()
@@ -248,7 +248,7 @@ def sign(archive: Archive, means: SignWith) -> Path:
     except Exception as err:  # of the library, cryptography, OpenSSL, the disk, or Sigstore's transports
         raise SigningUnusable(f"{archive.path} can't be signed.", _text_of(err)) from err
     finally:
-        with suppress(OSError):  # a read-only disk refuses this also if there is no draft
+        with suppress(OSError):  # on a read-only disk this fails even if there is no draft
             draft.unlink()
     return target
 
@@ -259,7 +259,7 @@ def verified_copy(
     """Copy an archive to an empty folder and verify the signature; return the open copy and its signer.
 
     Args:
-        original: the archive; beside it, or in it if it is a folder, is its signature.
+        original: the archive; its signature is beside it, or in it if it is a folder.
         limits: the limits of the archive.
         trust: the trusted signers.
         folder: only this process may write to it. The caller deletes it, also after an error.
@@ -297,8 +297,8 @@ def _copy_file(source: Path, target: Path) -> None:
 class _Bundle:
     """A Sigstore bundle, reduced to the members that are known here.
 
-    The library gets only `text`, so that both read the same values: it might know a member by another
-    spelling, too.
+    The library gets only `text`, so that it reads the same values as this module: it might accept another
+    spelling of a member, too.
     """
 
     text: bytes
@@ -356,7 +356,7 @@ def _library() -> Any:
 
 
 def _verifying() -> verifying.Config:
-    """Return a new configuration: one that was used keeps paths to ignore from the last signature."""
+    """Return a new configuration: a used one keeps the last signature's paths to ignore."""
     config: verifying.Config = _library().verifying.Config()
     return config
 

@@ -1,4 +1,4 @@
-"""A bounded queue for jobs that take long, as downloads and installations."""
+"""A bounded queue for long jobs, such as downloads and installations."""
 
 from __future__ import annotations
 

@@ -40,8 +40,8 @@ print(json.dumps([bool(re.fullmatch(pattern, url, re.IGNORECASE)) for pattern in
 """
 _V4_INSIDE = tuple(map(ipaddress.IPv6Network, ("::ffff:0:0/96", "::/96", "64:ff9b::/96")))
 _TUNNELS = tuple(map(ipaddress.IPv6Network, ("2002::/16", "2001::/32", "64:ff9b:1::/48")))
-# IETF protocol assignments; cloud metadata is at .192. Most of it is `is_global` before Python 3.11.10,
-# 3.12.4 and 3.13.
+# IETF protocol assignments; cloud metadata is at 192.0.0.192. Most of these addresses count as `is_global`
+# before Python 3.11.10, 3.12.4 and 3.13.
 _PROTOCOLS = ipaddress.IPv4Network("192.0.0.0/24")
 
 
@@ -71,13 +71,13 @@ def allow(url: str, patterns: Sequence[str]) -> Source:
     Raises:
         ModelNotFound: no pattern matches the URL, or its syntax could mislead a pattern. The message is
             TorchServe's; `detail` has the reason.
-        DownloadFailed: a pattern matches it, and its port is no number.
+        DownloadFailed: a pattern matches the URL, but its port is not a number.
     """
     if any(".." in text for text in _decodings(url)):
         raise ModelNotFound(f"Relative path is not allowed in url: {shown_url(url)}")
     if not is_remote(url):
         raise _refused(url, "it is neither http, https, s3 nor file")
-    has_nul = any("\0" in text for text in _decodings(url))  # as no name of a file has
+    has_nul = any("\0" in text for text in _decodings(url))  # no file's name has one
     if problem := "it encodes a NUL character" if has_nul else _deceptive(url):
         if _names_no_port(url) and _matching(url, patterns):
             raise DownloadFailed(f"Failed to download archive from: {shown_url(url)}", problem)
@@ -100,7 +100,7 @@ def is_public(address: str) -> bool:
     """Return whether an IP address is on the Internet, not on this machine or its network."""
     ip = ipaddress.ip_address(address.partition("%")[0])
     if isinstance(ip, ipaddress.IPv6Address):
-        # Site-local addresses are deprecated, but `is_global` in Python.
+        # Site-local addresses are deprecated, but for Python they are `is_global`.
         if ip.is_site_local or any(ip in network for network in _TUNNELS):
             return False
         if any(ip in network for network in _V4_INSIDE):
