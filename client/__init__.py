@@ -69,7 +69,7 @@ __all__ = [
     "tensor",
 ]
 
-# The modules of the names that need httpx; imported on first use, for `torchere bench` does without.
+# The modules of the names that need httpx; imported on first use, because `torchere bench` runs without it.
 _HOMES = {"AsyncClient": "async_client", "Client": "client", "Retries": "transport"}
 
 

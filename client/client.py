@@ -23,10 +23,10 @@ class Client:
     """Calls a server's REST APIs: predictions, the Open Inference Protocol (v2), management.
 
     Thread-safe. A forked process may use it, too, and opens connections of its own; with a `transport` only
-    if it was not used before. Close it, or use it in a `with` statement, to close its connections. Every
-    method raises a `ClientError`: `AnswerError` with the server's error message, `DeadlineExceeded`,
-    `ConnectionFailed` or `UnreadableAnswer`; or the class itself for a closed client or a header that HTTP
-    can't carry.
+    if it was not used before the fork. Close it, or use it in a `with` statement, to close its connections.
+    A call that fails raises a subclass of `ClientError`: `AnswerError` with the server's error message,
+    `DeadlineExceeded`, `ConnectionFailed` or `UnreadableAnswer`. It raises `ClientError` itself if the client
+    is closed, if HTTP can't carry a header, or if the key file is unusable.
 
     Every method takes `timeout_s`, the deadline of the whole call in seconds, all attempts included. The
     client sends the remaining time to the inference API, so that the server can drop an expired request. A
@@ -37,15 +37,15 @@ class Client:
     Args:
         address: the URL of the inference API.
         management_address: the URL of the management API, which also serves the model repository.
-        token: the inference key of a server with token authorisation. None: that of the environment variable
-            TORCHERE_TOKEN, or of `key_file.json` in the current folder for a server here, looked up by
-            the first call; "": none.
-        management_token: its management key; None: as above, by TORCHERE_MANAGEMENT_TOKEN.
+        token: the inference key of a server with token authorisation; "": send none. None: the first call
+            looks it up in the environment variable TORCHERE_TOKEN, or for a server on this machine in
+            `key_file.json` in the current folder.
+        management_token: the management key, likewise; its environment variable: TORCHERE_MANAGEMENT_TOKEN.
         timeout_s: the default for calls without a `timeout_s`; None waits without limit.
         retries: the retry policy.
         headers: sent with every call; the headers of a single call take precedence.
         transport: an httpx transport, for certificates, Unix sockets, proxies or tests; None is the default,
-            which uses the proxy of the environment (`HTTP_PROXY`), except for a server here.
+            which uses the proxy of the environment (`HTTP_PROXY`), except for a server on this machine.
 
     Example:
         with Client(token=key) as client:

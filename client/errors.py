@@ -49,7 +49,7 @@ class AnswerError(ClientError):
     def __init__(
         self,
         message: str,
-        status: int = 0,  # always given, except by pickle, which calls with the message and sets the rest
+        status: int = 0,  # always given, except by pickle, which passes the message and then sets the rest
         *,
         kind: str = "",
         detail: str = "",
@@ -89,7 +89,7 @@ class Conflict(InvalidRequest):
 class Unavailable(AnswerError):
     """429 or 503 from the server itself or a proxy: it can't accept the request now; a retry may succeed.
 
-    A proxy's 503, whose `kind` is "", may also mean that it lost a server that had begun with the request.
+    A proxy's 503, whose `kind` is "", may also mean that a server that was running the request was lost.
     """
 
 

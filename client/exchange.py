@@ -128,10 +128,10 @@ def bearer(token: str) -> str:
 
 
 def check_headers(headers: Mapping[str, str]) -> None:
-    """Check that HTTP can carry the headers; names and values that are no texts are left to httpx.
+    """Check that HTTP can carry the headers; names and values that are not strings are left to httpx.
 
     Raises:
-        ValueError: it can't carry one. The message does not contain the value, which may be a secret.
+        ValueError: it can't carry a header. The message does not contain the value, which may be a secret.
     """
     for name, value in headers.items():
         if isinstance(name, str) and not _HEADER_NAME.fullmatch(name):
@@ -161,8 +161,8 @@ def _as_list(value: object) -> object:
     return as_list()
 
 
-_MOST_TEXT = 500  # characters of a body that is no JSON
-REFUSALS = ("ServiceUnavailableException", "TooManyRequestsException")  # the names that servers give them
+_MOST_TEXT = 500  # characters shown of a body that is not JSON
+REFUSALS = ("ServiceUnavailableException", "TooManyRequestsException")  # `kind` of a server's own refusals
 _BY_STATUS: dict[int, type[e.AnswerError]] = {
     401: e.Unauthorized,
     403: e.InvalidRequest,
@@ -181,7 +181,7 @@ def refusal(answer: Answer) -> e.AnswerError:
     except UnreadableAnswer:
         body = {}
     kind = str(body.get("type", ""))
-    # The server's own refusals have one of two names; the rest of what it sends with an id is the handler's.
+    # The server's own refusals have one of two names; any other error with a request id is the handler's.
     by_handler = kind not in REFUSALS and REQUEST_ID in answer.headers
     # TorchServe's API says "message", the Open Inference Protocol "error".
     message = body.get("message") or body.get("error") or _text(answer)
@@ -202,8 +202,7 @@ def _retry_after_s(headers: Mapping[str, str]) -> float | None:
 
 
 def _class(status: int, kind: str, by_handler: bool) -> type[e.AnswerError]:
-    # TorchServe's status is ambiguous for these two, its name is not: a bad token is 400, a failed handler
-    # 503.
+    # TorchServe's status is ambiguous for a bad token (400) and a failed handler (503); the name is not.
     if kind == "InvalidKeyException":
         return e.Unauthorized
     ran = by_handler or kind == "InternalServerException"

@@ -167,7 +167,7 @@ class Events:
             start = 0
             if event.startswith(b"data:"):
                 yield event.removeprefix(b"data:").strip()
-            elif event.strip() and not event.startswith(b":"):  # a comment
+            elif event.strip() and not event.startswith(b":"):  # a colon begins a comment
                 raise _no_event(event)
 
 

@@ -35,7 +35,7 @@ class ServerMetadata:
 class TensorMetadata:
     """One input or output of a model; a dimension of -1 has any size within the limits in `parameters`.
 
-    torchere sends limits over REST, as `dimension_1_least`, for inputs that do not take every size or number.
+    torchere sends limits over REST, as `dimension_1_least`, for inputs that do not take every size or value.
     """
 
     name: str
@@ -208,4 +208,4 @@ def _index(value: Any) -> tuple[ModelState, ...]:
 SERVER_METADATA = Operation(Request("GET", "/v2"), reading(_server))
 LIVE = Operation(Request("GET", "/v2/health/live"), _is_ok, _NOT_READY)
 READY = Operation(Request("GET", "/v2/health/ready"), _is_ok, _NOT_READY)
-HEALTHY = Operation(Request("GET", "/ping"), _is_ok, frozenset({500}))  # TorchServe's
+HEALTHY = Operation(Request("GET", "/ping"), _is_ok, frozenset({500}))  # 500: not healthy

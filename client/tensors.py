@@ -79,7 +79,7 @@ def tensor(name: str, value: object, datatype: str | None = None) -> Tensor:
         return Tensor(name, value.datatype, value.shape, value.data)
     import numpy as np  # noqa: PLC0415 - an optional dependency
 
-    # NumPy's own types of text cut zeros off the end of each element, and make all as long as the longest.
+    # NumPy's string types strip NUL characters from the end of each element, and pad all to the longest.
     array = np.asarray(value, dtype=object if datatype == "BYTES" or _is_text(value) else None)
     if datatype is None:
         are_floats = array.dtype == np.float64 and not hasattr(value, "dtype")

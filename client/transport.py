@@ -78,7 +78,7 @@ class Retries:
             return None
         asked_s = error.retry_after_s if isinstance(error, Unavailable) else None
         if asked_s is None:
-            doubled = 2.0 ** min(attempt - 1, 64)  # beyond any pause; a thousand doublings fit no float
+            doubled = 2.0 ** min(attempt - 1, 64)  # 2**64 is beyond any pause; 2.0**1024 would overflow
             pause = min(self.first_pause_s * doubled, self.longest_pause_s) * (0.5 + dice / 2)
         elif asked_s <= self.longest_pause_s:
             # Wait at least the time that the server asks for; the jitter spreads the retries of its clients.
@@ -122,7 +122,7 @@ class Settings:
     def http(self, kind: Callable[..., Http], transport: object, direct: Callable[..., object]) -> Http:
         """Return an httpx client that calls servers of this machine without the proxy of the environment.
 
-        The proxy must not get the key of a key file, and to it such an address means its own machine.
+        The proxy must not get the key of a key file, and would take such an address for its own machine.
         `direct` is the class of a transport without a proxy, used unless the caller gives a transport.
 
         Raises:
@@ -211,7 +211,7 @@ class TimeLeft(Mapping[str, float | None]):
 
 
 class ClientCall:
-    """One call of an operation: its deadline, the number of its attempts, and the errors of httpx in it."""
+    """One call of an operation: its deadline, its attempts, and the translation of httpx's errors."""
 
     def __init__(self, settings: Settings, operation: Operation[object], timeout_s: float | None) -> None:
         self.operation = operation
@@ -253,7 +253,7 @@ class ClientCall:
         )
 
     def pause_s(self, error: ClientError) -> float:
-        """Return the seconds to wait before the next attempt; raise the error of the last attempt."""
+        """Return the seconds to wait before the next attempt; raise the error if there must be none."""
         self._attempts += 1
         pause_s = self._settings.retries.pause_s(error, self._attempts, self.remaining_s(), random.random())
         if pause_s is None:
@@ -301,10 +301,10 @@ def _is_http(address: str) -> bool:
 
 
 class Blocking:
-    """Sends operations; thread-safe, because httpx's client is and there is no other state but for forks.
+    """Sends operations. Thread-safe, because httpx's client is, and the only other state is for forks.
 
-    A process that was forked from one that has sent something gets an httpx client of its own: over the
-    sockets of the other, each could read the other's answers.
+    A process that is forked after the client was used gets an httpx client of its own: on shared sockets,
+    parent and child could read each other's answers.
     """
 
     def __init__(self, settings: Settings, transport: httpx.BaseTransport | None) -> None:
@@ -317,10 +317,10 @@ class Blocking:
         return self._settings.http(httpx.Client, self._given, httpx.HTTPTransport)
 
     def _http_here(self) -> httpx.Client:
-        """Return the httpx client of this process; the other one is not closed: its sockets are in use there.
+        """Return the httpx client of this process; the parent's is not closed, as the parent may use it.
 
         Raises:
-            ClientError: it has the caller's own transport, which can't be made again.
+            ClientError: the client has the caller's own transport, which can't be made again.
         """
         pid = os.getpid()
         if self._pid is not None and self._pid != pid:
@@ -329,7 +329,7 @@ class Blocking:
                     "the client's transport was used before a fork; make a client in each process"
                 )
             self._http = self._made()
-        self._pid = pid  # last: another thread takes the client of this process, or makes one more
+        self._pid = pid  # set last: another thread either uses the new client or makes one more
         return self._http
 
     def close(self) -> None:
@@ -397,7 +397,7 @@ class Awaiting:
         """Do as `Blocking.stream`."""
         call = ClientCall(self._settings, operation, timeout_s)
         async with aclosing(_awaited_parts(call, await self._accepted(call))) as parts:
-            async for part in parts:  # closed with this one, and not when the loop gets to it
+            async for part in parts:  # closed together with this generator, not later by the event loop
                 yield part
 
     async def _accepted(self, call: ClientCall) -> httpx.Response:
