@@ -37,7 +37,7 @@ def counted_kind(kind: str | None) -> str:
 def new_places(
     count: int, next_id: Callable[[], int], gpu_ids: tuple[int, ...], others: Iterable[ExecutorStatus]
 ) -> Iterator[tuple[int, int | None]]:
-    """Yield the id and GPU of each new executor of a version: the GPU that has the fewest of the version's.
+    """Yield the id and GPU of each new executor of a version: the GPU with the version's fewest executors.
 
     Ties are resolved in turn, by the executor id. A GPU that is listed twice gets twice as many executors;
     without GPUs all are on the CPU (None). `others` are the existing executors of the version.
@@ -62,7 +62,7 @@ def first_devices(gpu_ids: tuple[int, ...], devices: int) -> tuple[int, ...]:
 
 
 def show_devices(spec: LoadSpec, gpu_id: int | None, kind: str) -> None:
-    """Hide all GPUs from this process but those of its worker, from `gpu_id` on. Call it before torch's use.
+    """Make only the worker's GPUs, from `gpu_id` on, visible to this process. Call it before torch uses any.
 
     `kind` is the kind of device in the model config, in lower case; "" if it names none.
     """

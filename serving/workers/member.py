@@ -211,7 +211,7 @@ class Member:
 def _be_rank(
     parent: int, spec: LoadSpec, local: int, connection: socket.socket, environment: Mapping[str, str]
 ) -> None:
-    """Prepare a process that was just forked as a worker process is prepared, and serve as a rank."""
+    """Serve as a rank in a process that was just forked, after the set-up that a worker process has."""
     os.setsid()  # processes that its handler starts are ended with it
     os.environ.clear()
     os.environ.update(environment)

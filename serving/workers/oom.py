@@ -63,7 +63,7 @@ class OomWatch:
 
 
 def counter_in(files: list[Path]) -> Callable[[], int | None]:
-    """Return a function that reads the counter from the first file that has one; it returns None without."""
+    """Return a function that reads the counter from the first file that has one, or else returns None."""
     file = next((file for file in files if _count_in(file) is not None), None)
     return lambda: None if file is None else _count_in(file)
 

@@ -192,7 +192,7 @@ class Worker:
         return self._process.serving > 0 and lost.done() and lost.result().kind is not LossKind.LOAD
 
     async def _replaced_after_kill(self) -> bool:
-        """Replace a first process that was killed, or lost with its room, while it loaded; return whether."""
+        """Return whether a first process that was killed or lost its room while it loaded was replaced."""
         loss = await self._kill_while_loading()
         if loss is None or self._supervisor is not None:
             return False
