@@ -1,4 +1,4 @@
-"""Long steps of building a model: each is announced, timed, reported on, and fails with one line."""
+"""Long steps of building a model: each is announced and timed, reports progress, and fails with one line."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def step(say: Say, name: str, advice: str = "") -> Iterator[None]:
 
 @contextmanager
 def errors_only(*names: str) -> Iterator[None]:
-    """Drop records of these loggers below ERROR in the block."""
+    """In the block, drop log records below ERROR of the named loggers."""
     loggers = [logging.getLogger(name) for name in names]
     levels = [logger.level for logger in loggers]
     try:
@@ -82,7 +82,7 @@ def counted(items: Iterable[T], count: int, what: str, say: Say) -> Iterator[T]:
 def line_of(error: BaseException, place: int = 0) -> str:
     """Return the first line of an error's text, or the last (-1), cut to 300 characters.
 
-    It has no colon at its end. An error without a text gives the name of its class.
+    A colon at its end is removed. For an error without text, it is the name of the error's class.
     """
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[place][:300].removesuffix(":") if lines else type(error).__name__

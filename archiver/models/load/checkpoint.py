@@ -1,7 +1,7 @@
 """Reads weights without a model: torch.save files, safetensors, Lightning and distributed checkpoints.
 
 Every format becomes one flat dict of tensors. Pickles are read by torch's weights-only unpickler, unless the
-caller says that the file is to be trusted. `distributed.py` reads folders of torch.distributed.checkpoint.
+caller trusts the file (`allow_pickle`). `distributed.py` reads folders of torch.distributed.checkpoint.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _DEEPEST = 3  # levels of dicts that are searched for state dicts
 _LIGHTNING_KEY = "pytorch-lightning_version"
 
 StateDict = dict[str, Any]
-"""Tensors by name; values that are not tensors are the settings of int8 layers, or do not matter."""
+"""Tensors by name; values that are not tensors are settings of int8 layers, or are ignored."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Weights:
     """Content of a weights file: its state dicts and, only if pickles are allowed, the module in it.
 
     `states` maps the path of keys to each state dict (`model.state_dict`; empty for the whole file), the most
-    probable ones first. It has at least one.
+    probable ones first. It has at least one entry.
     """
 
     kind: str
@@ -129,7 +129,7 @@ def _unpickled(path: Path, allow_pickle: bool, known: bool = False) -> Any:
 
 
 def _weights_of(path: Path, found: Any) -> Weights:
-    # A checkpoint may have the whole module in it, beside the epoch and the like.
+    # A checkpoint may contain the whole module, next to the epoch and other values.
     values = found.values() if isinstance(found, dict) else [found]
     module = next((value for value in values if isinstance(value, torch.nn.Module)), None)
     if module is not None:
@@ -149,7 +149,7 @@ def _weights_of(path: Path, found: Any) -> Weights:
 def _states_in(found: Mapping[Any, Any], path: str = "", depth: int = 0) -> Iterator[tuple[str, StateDict]]:
     """Yield the state dicts in nested dicts, each with the path of its keys."""
     if _is_state_dict(found):
-        yield path, cast(StateDict, found)  # not a copy, which would lose the versions torch keeps with it
+        yield path, cast(StateDict, found)  # not a copy, which would lose its `_metadata` (see `fitting.py`)
     if depth == _DEEPEST:
         return
     known = [key for key in WRAPPERS if key in found]
@@ -159,7 +159,7 @@ def _states_in(found: Mapping[Any, Any], path: str = "", depth: int = 0) -> Iter
 
 
 def _is_state_dict(value: Mapping[Any, Any]) -> bool:
-    """Return whether all keys are names and some values tensors; an empty dict is that of no parameters."""
+    """Return whether the dict is empty (no parameters), or has string keys, some tensors and no dicts."""
     if not all(isinstance(key, str) for key in value) or any(
         isinstance(item, Mapping) for item in value.values()
     ):
@@ -180,12 +180,12 @@ _ZERO_FILES = "*zero_pp_rank_*_optim_states.pt"
 
 
 def is_zero_checkpoint(path: Path) -> bool:
-    """Return whether DeepSpeed saved the folder with ZeRO; it may also be the subfolder of one step."""
+    """Return whether DeepSpeed saved the folder with ZeRO, or the subfolder of one training step."""
     return any(any(path.glob(pattern)) for pattern in (_ZERO_FILES, f"*/{_ZERO_FILES}"))
 
 
 def _read_zero(path: Path, allow_pickle: bool) -> StateDict:
-    """Return the weights, put together by DeepSpeed's own code; the script in the folder is not run."""
+    """Return the weights, merged by DeepSpeed's own code; the script in the folder is not run."""
     by_hand = f"or run `python {_ZERO_SCRIPT} . OUTPUT` in it where it was trained, and give OUTPUT"
     if importlib.util.find_spec("deepspeed") is None:
         raise ModelRefused(

@@ -1,8 +1,8 @@
-"""Reads folders of torch.distributed.checkpoint: all in one process, or in each rank its part.
+"""Reads folders of torch.distributed.checkpoint: all tensors in one process, or in each rank its part.
 
 torch's own reader unpickles `.metadata` without restriction. Here the pickle can create only the record types
-of that format, and only tensors are read, without other values (steps, learning rates). torch's reader takes
-half a second to import, so a rank imports this module only for such a folder.
+of that format, and only tensors are read, not other values (steps, learning rates). torch's reader takes half
+a second to import, so a rank imports this module only for such a folder.
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ def read_distributed(path: Path) -> dict[str, torch.Tensor]:
 
 
 def read_parts(state: Mapping[str, torch.Tensor], path: Path) -> None:
-    """Read a checkpoint into tensors, by their names; of a distributed tensor, only the part of this rank.
+    """Read a checkpoint into the tensors of `state` by name; of a distributed tensor, only this rank's part.
 
-    The checkpoint may have been saved by another number of ranks, and under one key (`model`, for example).
+    The checkpoint may have been saved by another number of ranks; its names may have a prefix (`model.`).
 
     Raises:
         ModelRefused: a name or a shape differs from the checkpoint's; or as `read_distributed`.
@@ -119,7 +119,7 @@ def tensors_in(index: metadata.Metadata) -> dict[str, metadata.TensorStorageMeta
 
 
 def _tensors_in(index: metadata.Metadata, path: Path) -> dict[str, metadata.TensorStorageMetadata]:
-    """Return the tensors of an index by name; refuse an index of more bytes than the shards have."""
+    """Return the tensors of an index by name; refuse an index of more bytes than the shards contain."""
     found = tensors_in(index)
     wanted_bytes = sum(math.prod(item.size) * item.properties.dtype.itemsize for item in found.values())
     shards = [file for file in path.rglob("*") if file.is_file() and file.name != INDEX_NAME]

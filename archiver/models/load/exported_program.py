@@ -1,4 +1,4 @@
-"""Runs exported programs, also those with keyword inputs, as from `export(model, (x,), {"mask": mask})`.
+"""Runs exported programs, including those with keyword inputs: `export(model, (x,), {"mask": mask})`.
 
 Servers pass all inputs by position, in the order in which the program names them.
 """
@@ -28,7 +28,7 @@ def keyword_inputs(program: ExportedProgram) -> tuple[int, tuple[str, ...]]:
 
 
 def take_by_position(program: ExportedProgram) -> None:
-    """Make the modules of this program take all inputs by position; the graph stays as it is."""
+    """Make modules created from this program take all inputs by position; the graph stays as it is."""
     if not keyword_inputs(program)[1]:
         return
     version, pair = _spec(program)
@@ -44,18 +44,18 @@ def take_by_position(program: ExportedProgram) -> None:
 
 
 def unguarded_module(program: ExportedProgram) -> torch.nn.Module:
-    """Return the module of a program without its guards (torch 2.9 on), because these can't be traced."""
+    """Return the module of a program without the guards of torch 2.9 and later, which can't be traced."""
     has_guards = "check_guards" in inspect.signature(program.module).parameters
     return program.module(check_guards=False) if has_guards else program.module()
 
 
 def _spec(program: ExportedProgram) -> Any:
-    """Return the structure of `(args, kwargs)` as JSON, because the object's accessors differ by version."""
+    """Return the structure of `(args, kwargs)` as JSON, because its accessors differ by torch version."""
     return json.loads(pytree.treespec_dumps(program.call_spec.in_spec))
 
 
 def _writes_to_buffer(node: fx.Node) -> bool:
-    """Whether the node changes a tensor of the module; torch.export writes changed buffers back."""
+    """Whether the node writes to a tensor of the module; torch.export adds such nodes for changed buffers."""
     if not isinstance(node.target, torch._ops.OpOverload) or not node.target._schema.is_mutable:
         return False
     written = node.args[0] if node.args else None
@@ -66,10 +66,10 @@ class ServedProgram(torch.nn.Module):
     """An exported program as a server runs it: inputs by position or by keyword, as it was exported.
 
     torch's module of a program checks its inputs in Python at each call and looks each weight up in its
-    modules, which took longer than a small model itself. The checks read types and shapes only, so each
+    modules, which took longer than running a small model. The checks read types and shapes only, so each
     combination of these is checked once, and later calls run the graph alone
     (docs/decisions/0029-exported-programs-as-fast-as-eager.md). Thread-safe, as the program is.
-    `keeps_state`: a run changes a buffer, which the next run may read.
+    `keeps_state` is true if a run changes a buffer, which the next run may read.
     """
 
     def __init__(self, program: ExportedProgram) -> None:
@@ -105,24 +105,24 @@ class ServedProgram(torch.nn.Module):
 
     def _apply(
         self, *args: Any, **kwargs: Any
-    ) -> Any:  # torch's, behind `to` and `half`: may replace weights
+    ) -> Any:  # torch calls it for `to` and `half`; it may replace weights
         applied = super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
         self._direct = _without_checks(self.checked)
         return applied
 
 
-_MOST_KINDS = 4096  # of types and shapes that are remembered: clients choose the shapes
+_MOST_KINDS = 4096  # limit on the types and shapes that are remembered, because clients choose the shapes
 
 
 def _without_checks(module: fx.GraphModule) -> Callable[..., Any]:
-    """Return a function of the module's graph, from flat inputs to flat outputs, without checks.
+    """Return the module's graph as a function from flat inputs to flat outputs, without checks.
 
-    The function holds the module's own tensors, so the module sees the writes of the graph into a buffer.
+    The function holds the module's own tensors, so the module sees the graph's writes to a buffer.
     """
     graph = fx.Graph()
     graph.output(graph.graph_copy(module.graph, {}))
     first = next((node for node in graph.nodes if node.op == "placeholder"), None)
-    held: dict[str, Any] = {}  # by the name of the placeholder
+    held: dict[str, Any] = {}  # the module's tensors, by the names of their placeholders
     for node in list(graph.nodes):
         if node.op == "get_attr":
             with graph.inserting_before(first):
@@ -138,7 +138,7 @@ def _without_checks(module: fx.GraphModule) -> Callable[..., Any]:
 
 
 def _order_weights(graph: fx.Graph, held: dict[str, Any], first: fx.Node | None) -> None:
-    """Bring weights of 4 bits into the order of this processor, once instead of at each call."""
+    """Reorder 4-bit weights for this processor, once instead of at each call."""
     found = [node for node in graph.nodes if node.target is BY_PROCESSOR and _is_constant(node, held)]
     for node in found:
         name = f"held_{len(held)}"

@@ -1,6 +1,6 @@
 """Finds the state dict in a file that fits a module, and loads it.
 
-Training scripts save a state dict under a name of their own, beside others, and put prefixes before its keys.
+Training scripts save a state dict under any name, next to other dicts, and put prefixes before its keys.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from torchere.archiver.models.load.weight_only import torchao_weights
 _COMPILED = "_orig_mod."
 # The count of training batches of a normalisation; files of torch before 0.4.1 lack it, and torch adds it.
 _COUNTER = "num_batches_tracked"
-_TRIED = 20  # prefixes
-_SHOWN = 20  # keys of each kind in a refusal
+_TRIED = 20  # limit on the prefixes that are tried
+_SHOWN = 20  # limit on the keys of each kind that a refusal shows
 
 
 def load_into(module: torch.nn.Module, weights: Weights, source: Path, strict: bool = True) -> list[str]:
     """Fill the module with the weights; return lines for the user about choices that were made.
 
-    If several state dicts fit, the first in `weights.states` is loaded. A class may rename keys itself, in a
-    `load_state_dict` of its own or in a hook, so it gets the state dicts that `fitted` refuses unchanged.
+    If several state dicts fit, the first in `weights.states` is loaded. If none fits, and the class renames
+    keys itself (in a `load_state_dict` of its own or in a hook), it gets the state dicts unchanged.
 
     Args:
         module: the model.
@@ -63,11 +63,11 @@ def load_into(module: torch.nn.Module, weights: Weights, source: Path, strict: b
 
 
 def _load(module: torch.nn.Module, state: StateDict, source: Path, **options: bool) -> None:
-    if torchao_weights(state):  # copied into weights of fp32, they would be fp32
+    if torchao_weights(state):  # a copy into fp32 parameters would turn them into fp32
         options["assign"] = True
     try:
         with torch.no_grad():
-            module.load_state_dict(copy.copy(state), **options)  # a class of its own may change the dict
+            module.load_state_dict(copy.copy(state), **options)  # the class's own code may change the dict
     # Broad, because a class may load its weights by code of its own.
     except Exception as error:
         text = " ".join(line.strip() for line in str(error).splitlines())
@@ -78,7 +78,7 @@ def _load(module: torch.nn.Module, state: StateDict, source: Path, **options: bo
 
 
 def _loads_by_itself(module: torch.nn.Module, state: StateDict, source: Path) -> bool:
-    """Return whether the class takes the state dict as it is, by a renaming of its own."""
+    """Load the unchanged state dict if the class renames keys itself; return whether that succeeded."""
     own = type(module).load_state_dict is not torch.nn.Module.load_state_dict
     if not own and not any(_renames(part) for part in module.modules()):
         return False
@@ -168,7 +168,7 @@ def fitted(state: StateDict, wanted: Mapping[str, Any], source: Path) -> StateDi
 
     Raises:
         Mismatch: no prefix makes the keys fit; the text names some of them.
-        ModelRefused: numbers would be lost.
+        ModelRefused: the imaginary parts of numbers would be lost.
     """
     keys = set(wanted)
     if not keys:
@@ -181,7 +181,7 @@ def fitted(state: StateDict, wanted: Mapping[str, Any], source: Path) -> StateDi
 
 
 def _cuts(state: StateDict, wanted: Mapping[str, Any]) -> list[StateDict]:
-    """Return copies of the state dict under the model's names, one for each prefix that its keys may have."""
+    """Return copies of the state dict with the model's names, one for each prefix that its keys may have."""
     names = {key.replace(_COMPILED, ""): key for key in wanted}
     plain = {
         key.replace(_COMPILED, ""): value
@@ -200,7 +200,7 @@ def _cuts(state: StateDict, wanted: Mapping[str, Any]) -> list[StateDict]:
 
 
 def _versions(state: StateDict, prefix: str) -> dict[str, Any]:
-    """Return the versions of the modules' formats, which torch keeps beside a state dict, by module."""
+    """Return the format version of each module, by its name; torch attaches them to a state dict."""
     versions: Mapping[str, Any] = getattr(state, "_metadata", {})
     return {
         name[len(prefix) :]: version
@@ -210,7 +210,7 @@ def _versions(state: StateDict, prefix: str) -> dict[str, Any]:
 
 
 def _prefixes(state: Collection[str], wanted: Collection[str]) -> list[str]:
-    """Return "" and the prefixes that the file's keys have most often before the model's, shortest first."""
+    """Return "" and the most frequent prefixes of the model's keys in the file, shortest first."""
     found: Counter[str] = Counter()
     for key in state:
         parts = key.split(".")

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-CONVOLUTIONS = ("aten::_convolution", "aten::conv2d", "aten::conv3d")  # as traced, as scripted
-_OF_SHAPE = ("aten::dim", "aten::size")  # the same after a fold; scripted normalisations check their inputs
-# As in the schema `fill_(Tensor(a!) self, Scalar value)`. `append.t(t[](a!) self, ...)` changes no tensor.
+CONVOLUTIONS = ("aten::_convolution", "aten::conv2d", "aten::conv3d")  # the first traced, the others scripted
+_OF_SHAPE = ("aten::dim", "aten::size")  # folds keep shapes; scripted normalisations check those of inputs
+# A tensor that an operator writes to: `fill_(Tensor(a!) self, ...)`. `append.t(t[](a!) self, ...)` has none.
 _WRITE = re.compile(r"Tensor\(\w+!\)")
 _FOLDS = ("conv_bn", "conv_add_or_sub", "conv_mul_or_div")
 
@@ -23,11 +23,11 @@ def frozen(module: Any, *, fold_linear: bool = False) -> torch.jit.ScriptModule:
 
     Args:
         module: TorchScript.
-        fold_linear: fold batch normalisation into linear layers, too, if only the normalisation reads their
-            outputs: torch changes these for all readers. It scales their last dimension, which is right for
-            rows only, because the channels of [N, C, L] are in the middle.
+        fold_linear: also fold batch normalisation into linear layers, if only the normalisation reads their
+            outputs, because torch changes these for all readers. It scales the last dimension, which is right
+            for outputs [N, C] only, because the channels of [N, C, L] are in the middle.
     """
-    if not module._c.hasattr("training"):  # the Python object has it also after `eval()` of a frozen module
+    if not module._c.hasattr("training"):  # `eval()` of a frozen module sets it on the Python object only
         made: torch.jit.ScriptModule = module
         return made
     made = torch.jit.freeze(module.eval(), optimize_numerics=False)
@@ -35,7 +35,7 @@ def frozen(module: Any, *, fold_linear: bool = False) -> torch.jit.ScriptModule:
         return made
     names = (*_FOLDS, "linear_bn") if fold_linear and _normalised_alone(made.graph) else _FOLDS
     folds = [getattr(torch._C, f"_jit_pass_fold_frozen_{name}") for name in names]
-    while any([fold(made.graph) for fold in folds]):  # a list, so that each runs
+    while any([fold(made.graph) for fold in folds]):  # a list, so that every fold runs
         pass
     return made
 
@@ -48,10 +48,10 @@ def _normalised_alone(graph: Any) -> bool:
 
 
 def loses_writes(graph: Any) -> bool:
-    """Return whether a traced convolution would be moved in front of a write, as `y[:, 0] = 0`, to its input.
+    """Return whether a traced convolution would move before a write to its input, such as `y[:, 0] = 0`.
 
-    `torch.jit.optimize_for_inference` rewrites `aten::_convolution`, and puts it right behind the last of its
-    inputs, also out of a loop. Convolutions as scripted stay where they are.
+    `torch.jit.optimize_for_inference` rewrites `aten::_convolution`, and puts it directly after the last of
+    its inputs, even if that moves it out of a loop. Scripted convolutions stay where they are.
     """
     order = _Order(graph)
     writes = [at for at, node in enumerate(order.nodes) if _WRITE.search(node.schema())]
@@ -63,14 +63,14 @@ def loses_writes(graph: Any) -> bool:
         start = max(order.starts.get(value.debugName(), 0) for value in given)
         end = max([at, *(last for first, last in order.loops if start <= first <= at < last)])
         for write in writes[bisect_left(writes, start) : bisect_left(writes, end)]:
-            aliases = aliases or graph.alias_db()  # only now, because most models have no such write
+            aliases = aliases or graph.alias_db()  # computed only here: most models have no such write
             if _may_write(aliases, order.nodes[write], given):
                 return True
     return False
 
 
 def _may_write(aliases: Any, write: Any, values: list[Any]) -> bool:
-    written = [*list(write.inputs())[:1], *write.outputs()]  # the outputs are for `out=`
+    written = [*list(write.inputs())[:1], *write.outputs()]  # with `out=`, the output is written to
     return any(aliases.may_contain_alias(one, value) for one in written for value in values)
 
 
@@ -82,12 +82,12 @@ def _nodes(block: Any) -> Iterator[Any]:
 
 
 class _Order:
-    """The nodes of a graph in the order in which they end, inner ones before the node that has them.
+    """The nodes of a graph in the order in which they end, inner nodes before the node that contains them.
 
     Attributes:
-        nodes: all of them.
+        nodes: all nodes in this order.
         starts: for each value by name, the index of the first node after the one that makes it.
-        loops: for each node with inner nodes, the index of the first of these and its own.
+        loops: for each node with inner nodes, the index of the first inner node and the node's own index.
     """
 
     def __init__(self, graph: Any) -> None:
@@ -100,7 +100,7 @@ class _Order:
         for node in block.nodes():
             first = len(self.nodes)
             for inner in node.blocks():
-                self.nodes.append(inner.paramNode())  # so that values of the turn start after the loop does
+                self.nodes.append(inner.paramNode())  # so that an iteration's values start inside the loop
                 self.starts.update({value.debugName(): len(self.nodes) for value in inner.inputs()})
                 self._add(inner)
             if len(self.nodes) > first:

@@ -1,6 +1,6 @@
 """Loads model folders of Hugging Face, with config.json and weights, by transformers.
 
-Nothing is fetched and no Python in the folder is run. transformers is not needed to serve the result.
+Nothing is downloaded and no Python in the folder is run. transformers is not needed to serve the result.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from torchere.archiver.models.load.checkpoint import read_weights
 from torchere.archiver.models.steps import refusing
 
 _LENGTH = 8  # tokens of the example that is made when none is given
-_SECOND_LENGTH = 4  # tokens for its decoder
-_SAMPLES = 16000  # a second of sound
+_SECOND_LENGTH = 4  # tokens of that example for the decoder
+_SAMPLES = 16000  # one second of sound at 16 kHz
 _ADAPTER = "adapter_config.json"
 _TOKENIZER = "tokenizer_config.json"
-_MADE = "model_input_names"  # inputs that a tokenizer makes: a member of its configuration and of its class
+_MADE = "model_input_names"  # the member of a tokenizer's configuration or class that lists its outputs
 _OPTIONAL = frozenset({"attention_mask", "token_type_ids"})  # a model fills them in if they are missing
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 _NOT_SERVED = (".py", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".onnx")
@@ -36,7 +36,7 @@ _Places = tuple[tuple[int, int], ...]  # see `FreeSize`
 
 
 def is_model_folder(path: Path) -> bool:
-    """Return whether the folder is one of Hugging Face: it has a `config.json` or an adapter's."""
+    """Return whether the folder is a Hugging Face model: it has a `config.json` or an adapter's."""
     return (path / "config.json").is_file() or (path / _ADAPTER).is_file()
 
 
@@ -165,7 +165,7 @@ def _refuse_shards_elsewhere(path: Path) -> None:
 
 
 def loaded(known: Any, path: Path, allow_pickle: bool, **more: Any) -> Any:
-    """Load a model by the class `known` of transformers, whose `from_pretrained` gets the options `more`.
+    """Load a model by transformers' class `known`; `more` are further options of its `from_pretrained`.
 
     Raises:
         ModelRefused: the weights are damaged, some are missing, or a pickle holds more than tensors.
@@ -178,7 +178,7 @@ def loaded(known: Any, path: Path, allow_pickle: bool, **more: Any) -> Any:
     with refusing(f"{path}: loading {known.__name__}"):
         model, found = known.from_pretrained(str(path), output_loading_info=True, **options)
         missing = sorted(found["missing_keys"])
-    if missing:  # transformers makes up random numbers for them
+    if missing:  # transformers fills them with random numbers
         raise ModelRefused(
             f"{path}: it lacks {len(missing)} of the weights of {known.__name__}, {missing[0]} for one; get "
             "the whole folder, or name in config.json the architecture that its weights are of"
@@ -193,7 +193,7 @@ class _Called(torch.nn.Module):
         super().__init__()
         self.model = model
         known = inspect.signature(model.forward).parameters
-        # No KV cache, because it is not sent to clients, and no tuple, because it has no names.
+        # No KV cache, because it is not sent to clients, and no tuple, because its items have no names.
         self.options = {name: value for name, value in _OPTIONS.items() if name in known}
 
     def answer(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -208,7 +208,7 @@ _OPTIONS = {"return_dict": True, "use_cache": False}
 def _called(model: Any, names: Sequence[str]) -> torch.nn.Module:
     pairs = ", ".join(f"{name!r}: {name}" for name in names)
     made: dict[str, Any] = {}
-    # The names are those of the model's parameters. Tracers and torch.export read the inputs from the code.
+    # The names are parameters of the model's `forward`. Tracers and torch.export read input names from code.
     exec(f"def forward(self, {', '.join(names)}): return self.answer({{{pairs}}})", made)
     module: torch.nn.Module = type("Called", (_Called,), {"forward": made["forward"]})(model)
     return module
@@ -240,7 +240,7 @@ def _wanted(model: Any) -> list[str]:
 
 
 def _takes(model: Any, name: str) -> bool:
-    """Return whether callers of the model usually pass this input, and do not just have the option."""
+    """Return whether callers usually pass this input to the model; `forward` may have optional ones."""
     config, main = model.config, _main_input(model)
     reads_text = main == "input_ids"
     return {
@@ -289,7 +289,7 @@ _EXAMPLES: dict[str, Callable[[Any], torch.Tensor]] = {
     "input_values": lambda config: _rand(2, _SAMPLES),
     "input_features": _features,
 }
-# Inputs whose dimension 1 is a length, and the length of the example, by the group that shares it.
+# For each group of inputs that share a length, their names; the length is dimension 1 of each.
 _LENGTHS = {
     TOKENS: ("input_ids", "attention_mask", "token_type_ids", "bbox"),
     DECODER_TOKENS: ("decoder_input_ids",),
@@ -322,7 +322,7 @@ def _lengths(names: Sequence[str], example: Sequence[torch.Tensor]) -> Iterator[
 
 
 def _longest(model: Any, example: Mapping[str, torch.Tensor], places: _Places) -> int:
-    """Return the largest length in the configuration, less the positions that padding uses (in RoBERTa)."""
+    """Return the configured maximum length, less padding's positions if it fails (RoBERTa); or LARGEST."""
     config = _text(model.config)
     most = next(
         (
@@ -358,11 +358,11 @@ def _architecture(path: Path) -> str:
 
 
 def _tokenizer_inputs(path: Path) -> frozenset[str] | None:
-    """Return the inputs that the tokenizer of the folder makes; None if the folder does not tell.
+    """Return the inputs that the folder's tokenizer makes; None if the folder does not say.
 
-    Its configuration names them, otherwise its class. The class counts for configurations of transformers 5
-    only, which name a `backend`: in older versions the defaults of some classes had token types, and the
-    clients of an older folder may send them. No tokenizer is loaded.
+    The tokenizer's configuration names them, or else its class. The class is used only for configurations of
+    transformers 5, which name a `backend`: in older versions the defaults of some classes had token types,
+    and clients of an older folder may send these. No tokenizer is loaded.
     """
     names = _member(path / _TOKENIZER, _MADE)
     if names is None and _member(path / _TOKENIZER, "backend") is not None:

@@ -1,7 +1,7 @@
-"""Eager modules: from a class in a Python file, or from a factory in an importable package.
+"""Eager modules: made from a class in a Python file, or by a factory in an importable package.
 
-This runs the Python that the user named, and nothing else. If a file has several classes, one is chosen. For
-a server, which accepts only one class in a file, a second file names it.
+Only the Python code that the user named is run. If a file has several classes, one is chosen. A server
+accepts only one class in a file; for such a file, a second file is written that subclasses the chosen class.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ class {name}(import_module({stem!r}).{name}):
 
 
 def module_from_file(path: Path, given: HyperParameters | None = None) -> tuple[torch.nn.Module, str]:
-    """Return an instance of the model's class, and a line for the user about its choice, or "".
+    """Return an instance of the model's class, and a line that tells the user which class it is, or "".
 
-    The class is the only `torch.nn.Module` that the file defines, or the only one that no other class of the
-    file names. It is called without arguments, or with those of `given` that it has parameters for.
+    The class is the only `torch.nn.Module` that the file defines, or the only one that no other class in the
+    file refers to. It is called without arguments, or with those of `given` that it has parameters for.
 
-    The file's folder is importable meanwhile, so that the file can import its neighbours. Only classes that
-    the file itself defines count. Not thread-safe.
+    The file's folder is importable during the call, so that the file can import modules beside it. Classes
+    that the file only imports do not count. Not thread-safe.
 
     Raises:
-        ModelRefused: the file defines no class, or several that no other class names, or raises an error.
+        ModelRefused: the file has no such class or more than one, or it raises an error.
         OSError: there is no such file.
     """
     os.stat(path)
@@ -119,7 +119,7 @@ def _module(name: str) -> ModuleType:
 
 
 def _about(module: ModuleType, attribute: str) -> str:
-    """Return a text about a factory that can't be called, and about the names that the module has."""
+    """Return the reason why a factory can't be called, and the names that its module defines."""
     found = getattr(module, attribute, None)
     wrong = f"a {type(found).__name__}, which can't be called" if hasattr(module, attribute) else "not there"
     here = [
@@ -142,13 +142,13 @@ def _made(maker: Any, doing: str, given: HyperParameters | None) -> Any:
 
 @contextmanager
 def _running(doing: str, advice: str) -> Iterator[None]:
-    """Run the user's code in the block as the step `doing`, see `refusing`; it may not end the process."""
+    """Run the user's code in the block as the step `doing` (see `refusing`); refuse a `sys.exit` in it."""
     with not_ending(doing), refusing(doing, advice):
         yield
 
 
 def _arguments(maker: Any, given: HyperParameters) -> dict[str, Any]:
-    """Return the hyperparameters that `maker` has parameters for; all in one dict if it takes them so."""
+    """Return the hyperparameters that `maker` takes: by name, or all in one dict for `given.parameter`."""
     parameters = inspect.signature(maker).parameters
     if given.parameter in parameters:
         return {str(given.parameter): dict(given.values)}
@@ -158,7 +158,7 @@ def _arguments(maker: Any, given: HyperParameters) -> dict[str, Any]:
 
 
 def _outermost(source: bytes, names: Sequence[str]) -> list[str]:
-    """Return the classes that no other class of the source names, because a model names its parts."""
+    """Return the classes that no other class in the source refers to; a model refers to its own parts."""
     classes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ClassDef)]
     named = {
         inner.id
@@ -181,7 +181,7 @@ def _classes_in(path: Path) -> list[type[torch.nn.Module]]:
 
 
 def _import_name(model_file: Path) -> str:
-    """Return the name under which the file is imported, in `sys.modules`."""
+    """Return the name of the imported file in `sys.modules`."""
     return f"_torchere_model_{model_file.stem}"
 
 
@@ -200,8 +200,8 @@ def _modules_in(model_file: Path) -> list[type[torch.nn.Module]]:
 def _importable(folder: Path, *, first: bool) -> Iterator[None]:
     """Make modules in the folder importable; with `first`, before installed ones of the same name.
 
-    A console script has no folder of the user's on its path. The bytecode of these modules is not kept,
-    because it would still be used for a file that was changed within a second to one of the same length.
+    A console script has none of the user's folders on its path. No bytecode of these modules is written,
+    because Python would still use it after the file was changed, within a second, to one of the same length.
     """
     sys.path.insert(0 if first else len(sys.path), str(folder))
     importlib.invalidate_caches()
@@ -226,7 +226,7 @@ def _advice(path: Path, defined: Sequence[type]) -> str:
 
 @contextmanager
 def traceable_lengths(module: torch.nn.Module) -> Iterator[None]:
-    """Let `len(tensor)` in the code of the module's classes be `tensor.shape[0]` in the block.
+    """In the block, make `len(tensor)` in the code of the module's classes return `tensor.shape[0]`.
 
     Python's own `len` returns a plain number, which tracers and torch.export make a constant: a model with
     `token.expand(len(x), -1, -1)` would accept only the batch size of its example. For the same reason
@@ -264,9 +264,9 @@ def _length(value: Any) -> Any:
 def take_along(model_file: Path, beside: Path) -> None:
     """Copy the source files that were imported from the model file's folder to `beside`, for the archive.
 
-    Call it after the model file was imported. A module counts when its name is its path in that folder, so
-    that packages installed below it (a virtual environment) do not count. A model file that lies among
-    installed packages has no such files, because those packages are the server's.
+    Call it after the model file was imported. A module counts if its name is its path in that folder, so
+    packages installed below the folder (in a virtual environment) do not. If the model file itself lies among
+    installed packages, nothing is copied, because the server has these packages.
     """
     folder = model_file.resolve().parent
     if any(folder == Path(place).resolve() for place in sysconfig.get_paths().values()):
@@ -288,7 +288,7 @@ def file_to_serve(model_file: Path, module: torch.nn.Module, work: Path, beside:
         model_file: the file that the class comes from; it is returned if it has only one such class.
         module: the model, an instance of a class of that file.
         work: an empty folder for the new file, which is written if the file has several classes.
-        beside: the folder to which `model_file` is then copied, because the new file imports it.
+        beside: the folder to which `model_file` is copied in that case, because the new file imports it.
 
     Raises:
         ModelRefused: a server can't import the file; see `check_model_name`.

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from torchere.archiver.errors import ModelRefused
 
-INDEX_NAME = ".metadata"  # of a torch.distributed.checkpoint
-# Keys under which training scripts save a state dict, in the order in which they are tried: weights before
-# their running average, which a script may have saved beside them.
+INDEX_NAME = ".metadata"  # the index of a torch.distributed.checkpoint
+# Keys under which training scripts save a state dict, in the order in which they are tried. `checkpoint.py`
+# tries other keys after these: a running average of the weights, for example.
 WRAPPERS = (
     "state_dict",
     "model_state_dict",
@@ -29,7 +29,7 @@ def is_distributed_checkpoint(path: Path) -> bool:
 
 
 def names_there(names: Sequence[str], there: Collection[str], path: Path | str) -> dict[str, str]:
-    """Return the name in a checkpoint of each given name; all may lie under one key (`model`, for example).
+    """Map each given name to its name in a checkpoint, where all may have one prefix (such as `model.`).
 
     Raises:
         ModelRefused: the checkpoint lacks some names; `path` is its name in the error.

@@ -3,8 +3,8 @@
 ONNX is Protocol Buffers. This module knows only the parts of onnx.proto that a signature needs:
 ModelProto.graph, the graph's inputs, outputs and initializers with their names, types and shapes, and the
 nodes that look an input up in an initializer. It also knows the messages that may hold a tensor, to check the
-location of external data: onnxruntime before 1.24 reads these from any path, and the last release for Python
-3.10 is older.
+location of external data: onnxruntime before 1.24 reads such data from any path, and its last release for
+Python 3.10 is older than that.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from torchere.archiver.signature import ANY, Signature, SignatureError, TensorSp
 
 _MAX_MODEL_BYTES = 2**31  # limit of Protocol Buffers; larger models have their weights in other files
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
-_NEGATIVE = 2**63  # numbers are read as unsigned; from here on they are negative
+_NEGATIVE = 2**63  # numbers are read as unsigned; this one and larger ones stand for negative numbers
 _MOST_KEY = 2**32 - 1
-_GRAPH = 7  # ModelProto
-_NODE, _INITIALIZER, _INPUT, _OUTPUT = 1, 5, 11, 12  # GraphProto
-_SHAPE = 2  # TypeProto.Tensor
-_EXTERNAL_DATA, _KEY, _VALUE = 13, 1, 2  # TensorProto, and StringStringEntryProto
-_IN_MEMORY = "*/"  # how such locations begin that onnxruntime uses for itself
-# The messages that tensors may lie in, by their fields.
+_GRAPH = 7  # a field number in ModelProto
+_NODE, _INITIALIZER, _INPUT, _OUTPUT = 1, 5, 11, 12  # field numbers in GraphProto
+_SHAPE = 2  # a field number in TypeProto.Tensor
+_EXTERNAL_DATA, _KEY, _VALUE = 13, 1, 2  # the first in TensorProto, the others in StringStringEntryProto
+_IN_MEMORY = "*/"  # the prefix of locations that onnxruntime takes for addresses in its memory
+# Messages that may contain a tensor, with the messages in their fields by field number.
 _HOLDERS: Mapping[str, Mapping[int, str]] = {
     "ModelProto": {7: "GraphProto", 20: "TrainingInfoProto", 25: "FunctionProto"},
     "TrainingInfoProto": {1: "GraphProto", 2: "GraphProto"},
@@ -43,8 +43,8 @@ _HOLDERS: Mapping[str, Mapping[int, str]] = {
     },
     "SparseTensorProto": {1: "TensorProto", 2: "TensorProto"},
 }
-_OF_SHAPES = ("Shape", "Size")  # read no values, so a runtime may leave out the operators before them
-_Fields = dict[int, list[Any]]  # of one message, by number
+_OF_SHAPES = ("Shape", "Size")  # operators that read no values: a runtime may leave out those before them
+_Fields = dict[int, list[Any]]  # the fields of one message, by number
 # TensorProto.DataType to the names of the Open Inference Protocol
 _DATATYPES = {
     1: "FP32",
@@ -70,7 +70,7 @@ class _Malformed(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class OnnxForm:
-    """An ONNX file; in `signature`, a dimension with a name or without a size is free."""
+    """An ONNX file's inputs and outputs; in `signature`, dimensions with a name or no size are free."""
 
     signature: Signature
     names_batch: bool  # the first dimensions of all inputs and outputs share one name
@@ -79,11 +79,11 @@ class OnnxForm:
     beside: tuple[Path, ...] = ()  # files in the same folder that hold its weights
 
     def signature_by_names(self) -> Signature:
-        """Return the signature; if not `names_batch`, a free first dimension always has the size 1."""
+        """Return the signature; without `names_batch`, a free first dimension gets the fixed size 1."""
         return self.signature if self.names_batch or not self.signature.batched else self.with_rows(1)
 
     def with_ranks(self, ranks: Mapping[str, int]) -> OnnxForm:
-        """Return the form in which these inputs and outputs have as many dimensions, of any size."""
+        """Return a copy in which each input and output in `ranks` has that many dimensions, of any size."""
 
         def ranked(specs: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
             return tuple(
@@ -95,7 +95,7 @@ class OnnxForm:
         return dataclasses.replace(self, signature=signature, unshaped=self.unshaped - ranks.keys())
 
     def with_rows(self, rows: int) -> Signature:
-        """Return the signature with a first dimension that is not a batch but always has this size."""
+        """Return the signature with the batch dimension of the inputs fixed to this size."""
         inputs = (
             dataclasses.replace(spec, shape=(rows, *spec.shape[1:])) if spec.batched else spec
             for spec in self.signature.inputs
@@ -157,12 +157,12 @@ def check_external_files(path: Path) -> None:
 
 @contextmanager
 def _read(path: Path) -> Iterator[_Fields]:
-    """Give the fields of a model's file; refuse a file that is too large, or proves damaged in the block."""
+    """Yield the fields of a model file; refuse a file that is too large, or that the block finds damaged."""
     size = path.stat().st_size
     if size > _MAX_MODEL_BYTES:
         raise ModelRefused(f"{path}: larger than 2 GiB, which no ONNX model is; keep its weights beside it")
     with path.open("rb") as file:
-        # Mapped, because it may hold gigabytes of weights; an empty file can't be.
+        # Mapped, because it may hold gigabytes of weights; an empty file can't be mapped.
         data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else b""
     try:
         yield _fields(memoryview(data))
@@ -178,7 +178,7 @@ def _with_range(spec: TensorSpec, rows: Mapping[str, int]) -> TensorSpec:
 def _table_rows(
     nodes: Sequence[_Fields], initializers: Sequence[_Fields], outputs: Iterable[str]
 ) -> dict[str, int]:
-    """Return, for each name that Gather uses as indices, the number of rows of the smallest initializer.
+    """Return, for each name that Gather uses as indices, the number of rows of the smallest table it indexes.
 
     Gather fails on numbers outside of -rows ... rows - 1 (onnx/docs/Operators.md). Nodes that no output needs
     do not count, because a runtime may leave them out.
@@ -233,7 +233,7 @@ def _external_names(model: _Fields) -> list[str]:
 
 def _locations(tensor: _Fields) -> Iterator[str]:
     for entry in _messages(tensor, _EXTERNAL_DATA):
-        if "location" in _texts(entry, _KEY):  # of several the last one counts, for the runtime
+        if "location" in _texts(entry, _KEY):  # the runtime takes the last of several; all are checked
             yield from _texts(entry, _VALUE)
 
 
@@ -258,9 +258,9 @@ def _spec(path: Path, item: _Fields) -> TensorSpec:
 
 
 def _tensor(item: _Fields) -> _Fields:
-    """Return the TypeProto.Tensor of an input or output, {} if it is no tensor.
+    """Return the TypeProto.Tensor of an input or output, or {} if it is not a tensor.
 
-    Without the field `_SHAPE` its rank is free; the shape of a scalar is there, without dimensions.
+    Without the field `_SHAPE`, the tensor's rank is free; a scalar has the field, without dimensions in it.
     """
     return next((tensor for kind in _messages(item, 2) for tensor in _messages(kind, 1)), {})
 
@@ -314,12 +314,12 @@ def _number(fields: _Fields, number: int) -> int:
 
 
 def _fields(data: memoryview) -> _Fields:
-    """Return the fields of one message by number; nested messages, strings and packed numbers as bytes."""
+    """Return the fields of one message by number; nested messages, strings and packed numbers are bytes."""
     found: _Fields = {}
     at = 0
     while at < len(data):
         key, at = _varint(data, at)
-        if key > _MOST_KEY:  # other readers drop the higher bits, and so find another field
+        if key > _MOST_KEY:  # other readers drop the higher bits, and so read another field
             raise _Malformed("the number of a field is too large")
         value, at = _value(data, at, key & 7)
         found.setdefault(key >> 3, []).append(value)

@@ -1,6 +1,6 @@
 """Reads objects of S3 by ranges of bytes, several at once, with botocore (extra `s3`).
 
-Credentials, region, endpoint, proxies and retries are set as for AWS's own tools: variables, files, roles.
+Credentials, region, endpoint, proxies and retries are set as for AWS's tools: by variables, files and roles.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from torchere.archiver.errors import ModelRefused
 logger = logging.getLogger(__name__)
 
 AT_ONCE = 16  # concurrent requests; S3 sends some 90 MB/s for each
-PART_BYTES = 8 << 20  # of one request, as AWS advises; a smaller one waits longer for S3 than for the bytes
-_STEP_BYTES = 1 << 18  # of one read: botocore holds a copy of them
+PART_BYTES = 8 << 20  # limit of one request, as AWS advises; smaller ones mostly wait for S3 to answer
+_STEP_BYTES = 1 << 18  # limit of one read from a response, because botocore holds a copy of the bytes
 _ATTEMPTS = 5  # for a response whose body breaks off; botocore retries a request without a response
-_PAUSE_S = 0.2  # before the second attempt; twice as long before the next
-_EVERY_S = 10.0  # between two lines about the progress
+_PAUSE_S = 0.2  # before the second attempt; doubled before each further one
+_EVERY_S = 10.0  # between two log lines about the progress
 
 
 class ObjectMissing(ModelRefused):
@@ -56,7 +56,7 @@ class _BrokenOff(Exception):
 def session() -> Any:
     """Return a session of botocore, with the region in `AWS_REGION` where botocore finds none.
 
-    Other SDKs of AWS read that variable, so a machine may have set it alone.
+    Other SDKs of AWS read that variable, so it may be the only one that is set.
 
     Raises:
         ImportError: botocore is not installed.
@@ -71,7 +71,7 @@ def session() -> Any:
 
 
 class Objects:
-    """The objects below a URL of S3. Thread-safe. `close` it.
+    """The objects below a URL of S3. Thread-safe. Call `close` after use.
 
     The version (ETag) of an object is requested once, and bytes of another version are refused.
 
@@ -88,7 +88,7 @@ class Objects:
         self._bucket, self._key = parts.netloc, unquote(parts.path).lstrip("/")
         self.requests = self.bytes = 0
         self.expected_bytes = 0  # for lines about the progress
-        self._lock = threading.Lock()  # guards the numbers, and `_looking`
+        self._lock = threading.Lock()  # guards the counters and `_looking`
         self._looking: dict[str, threading.Lock] = {}  # by name; held while the version is requested
         self._versions: dict[str, _Version] = {}
         self._stopped = False
@@ -170,7 +170,7 @@ class Objects:
         )
 
     def fill(self, name: str, start: int, views: Sequence[memoryview]) -> None:
-        """Read bytes of an object into memory, one view behind the other.
+        """Read consecutive bytes of an object into the views, one view after the other.
 
         If the connection breaks, the next request continues where the bytes ended.
 
@@ -252,7 +252,7 @@ class Objects:
         )
 
     def _refused(self, name: str, error: Exception) -> ModelRefused:
-        """Return an error with advice for an error of botocore."""
+        """Return the refusal, with advice, for an error of botocore or of a response."""
         where = self.url_of(name)
         if isinstance(error, self._errors.ClientError):
             found = error.response.get("Error", {})
@@ -299,7 +299,7 @@ def _requests(pieces: Sequence[Piece]) -> Iterator[tuple[str, int, list[memoryvi
 
 
 def _cut(view: memoryview) -> Iterator[memoryview]:
-    """Yield parts of a view, equal up to one byte, each of at most `PART_BYTES`."""
+    """Yield parts of a view, each of at most `PART_BYTES`; their sizes differ by one byte at most."""
     count = -(-len(view) // PART_BYTES)
     for part in range(count):
         yield view[len(view) * part // count : len(view) * (part + 1) // count]

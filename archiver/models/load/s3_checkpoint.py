@@ -32,8 +32,8 @@ from torchere.archiver.models.load.names import INDEX_NAME, names_there
 from torchere.archiver.models.load.s3 import Objects, Piece
 from torchere.archiver.models.load.s3_safetensors import Box, S3Weights, bytes_of
 
-_BUFFER_BYTES = 1 << 20  # for small items, or for rows of which only a part is kept; one buffer a thread
-_TINY_BYTES = 1 << 16  # limit for an item that is read whole for a part of it, and for an end of a large item
+_BUFFER_BYTES = 1 << 20  # for small items, or for rows of which only a part is kept; one buffer per thread
+_TINY_BYTES = 1 << 16  # limit of an item that is read whole for a part of it, and of a large item's ends
 _LOCAL_HEADER_BYTES = 30  # of an entry in a zip file, without its name
 
 
@@ -104,12 +104,12 @@ class CheckpointInS3(S3Weights):
         return [[INDEX_NAME], sorted({str(info.relative_path) for info in self._index.storage_data.values()})]
 
     def is_in_rows(self, name: str) -> bool:
-        """See `S3Weights`: the ranks that saved the tensor may have held parts of its rows."""
+        """See `S3Weights`; False if the ranks that saved the tensor held only parts of its rows."""
         item = self._tensors[name]
         return all(chunk.sizes[1:] == item.size[1:] for chunk in item.chunks)
 
     def read(self, boxes: Iterable[tuple[str, Box]]) -> None:
-        """See `S3Weights`. Whole rows of large items are read into the tensor directly, others are copied."""
+        """See `S3Weights`. Whole rows of large items are read into the tensor; all other parts are copied."""
         with damage_is_refused(self.objects.url):
             reads = list(chain.from_iterable(self._planned(name, box) for name, box in boxes))
             large = [read for read in reads if not read.is_small]
@@ -149,7 +149,7 @@ class CheckpointInS3(S3Weights):
             read.put(torch.load(io.BytesIO(item), map_location="cpu", weights_only=True))
 
     def _ends(self, reads: Sequence[_Read]) -> list[_Ends]:
-        """Read the ends of large items; the end of one item and the beginning of the next in one request."""
+        """Read the ends of large items; the end of one and the beginning of the next in one request."""
         found, pieces = [], []
         for read in reads:
             ends = _Ends(bytearray(read.around_bytes), bytearray(read.around_bytes))

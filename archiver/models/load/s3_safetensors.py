@@ -51,11 +51,11 @@ class S3Weights(ABC):
 
     @abstractmethod
     def files(self) -> list[list[str]]:
-        """Return lists of the objects that the ranks read; objects in each list name those in the next."""
+        """Return lists of the objects that the ranks read; those in one list name those in the next one."""
 
     @abstractmethod
     def is_in_rows(self, name: str) -> bool:
-        """Return whether a tensor is stored in whole rows: only ranges of rows are then ranges of bytes."""
+        """Return whether a tensor is stored row by row, so that only whole rows are contiguous bytes."""
 
     @abstractmethod
     def read(self, boxes: Iterable[tuple[str, Box]]) -> None:
@@ -75,7 +75,7 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 class _Place(NamedTuple):
     """The place of a tensor in a file, and its shape and dtype."""
 
-    file: str  # of `Objects`
+    file: str  # its name in `Objects`
     start: int
     shape: torch.Size
     dtype: torch.dtype
@@ -86,11 +86,11 @@ class _Place(NamedTuple):
 
 
 class SafetensorsInS3(S3Weights):
-    """Files of safetensors: all headers are read at first, and later the requested rows.
+    """Files of safetensors: the constructor reads all headers, and `read` the requested rows.
 
     Args:
         objects: the folder of the files.
-        files: the names of the files; `[""]`: `objects` is the only file.
+        files: the names of the files; `[""]`: the URL of `objects` is that of the only file.
 
     Raises:
         ModelRefused: a header is damaged, or describes more bytes than the file has.
@@ -126,7 +126,7 @@ class SafetensorsInS3(S3Weights):
         return True
 
     def read(self, boxes: Iterable[tuple[str, Box]]) -> None:
-        """See `S3Weights`; a part has whole rows. The bytes are read into its tensor without a copy."""
+        """See `S3Weights`; each part must consist of whole rows, which are read into its tensor directly."""
         pieces = []
         for name, (tensor, offsets) in boxes:
             place = self._places[name]

@@ -55,8 +55,8 @@ _UNPREPARED = (
     "the handler prepares no pictures: they are taken in their own size with values from 0 to 1; if clients "
     "send other numbers, give --example and --samples as .npy or .pt, or handler.image in model-config.yaml"
 )
-_LENGTH = 64  # length of texts in advice, if the model has no maximum
-_BATCH = 64  # the largest batch of a program from an archive whose signature has no largest
+_LENGTH = 64  # maximum length of texts that advice suggests, if the model has none
+_BATCH = 64  # the largest batch of a program from an archive whose signature has no maximum
 
 
 @dataclass(frozen=True)
@@ -77,16 +77,16 @@ class Source:
     onnx: OnnxForm | None = None
     notes: tuple[str, ...] = ()  # lines for the user about choices that were made
     sizes: tuple[FreeSize, ...] = ()  # sizes in `example` that vary unless the user says otherwise
-    folder: Loaded | None = None  # a model of Hugging Face, whose inputs are chosen by an example
+    folder: Loaded | None = None  # a Hugging Face model, of which an example decides the inputs
 
     def names_of_inputs(self, count: int) -> tuple[str, ...]:
         """Return the names of the first `count` inputs."""
         if self.names is not None and len(self.names) >= count:
             return self.names[:count]
-        return input_names(self.module, count)  # also for None: AOTInductor keeps no names
+        return input_names(self.module, count)  # the module may be None: AOTInductor keeps no names
 
     def taking(self, given: Sequence[str] | None, count: int) -> Source:
-        """Return the source with the inputs of an example; only a model of Hugging Face is changed by it.
+        """Return the source with the inputs of an example; only a Hugging Face model's inputs depend on it.
 
         Args:
             given: the names of the example's inputs; None: the example has none.
@@ -100,7 +100,7 @@ class Source:
 
     @property
     def doubles(self) -> bool:
-        """Whether the model computes in FP64, by its signature, otherwise by its example and weights."""
+        """Whether the model computes in FP64, by its signature or, without one, its example and weights."""
         if self.signature is not None:
             return any(spec.datatype == DATATYPES[torch.float64] for spec in self.signature.inputs)
         weights = self.module.parameters() if self.module is not None else ()
@@ -369,7 +369,7 @@ def input_names(module: Any, count: int) -> tuple[str, ...]:
 
 
 def inputs_up_to(module: Any, given: Sequence[str] | None, least: int) -> int:
-    """Return the number of inputs of `forward` up to the last one of `given`; at least `least`."""
+    """Return the number of inputs of `forward` up to the last one in `given`, but at least `least`."""
     if given is None or module is None or isinstance(module, torch.jit.ScriptModule):
         return least
     known = list(inspect.signature(module.forward).parameters)
@@ -387,10 +387,10 @@ def _refuse_keyword_only(parameters: Iterable[inspect.Parameter], missing: int) 
 
 
 def as_in_archive(source: Source, options: BuildOptions, say: Say) -> Source:
-    """Return the source with the names of the archive's signature, and an example made from it.
+    """Return the source with the input names of the archive's signature, and an example made from it.
 
-    Clients use these names; an exported program has others. Without a user's example also the free sizes of
-    the signature vary, but for a program, which has its own.
+    Clients use these names, and an exported program has others. If the user or the source gives an example,
+    that one is kept; otherwise the signature's free sizes vary, too, except for a program, which has its own.
 
     Raises:
         ModelRefused: the file holds no signature, or one with a datatype that no tensor has.
@@ -412,14 +412,14 @@ def as_in_archive(source: Source, options: BuildOptions, say: Say) -> Source:
 def _sizes_in_archive(
     signature: Signature, options: BuildOptions, example: Tensors, say: Say
 ) -> tuple[FreeSize, ...]:
-    """Return the free sizes of the signature that no option names.
+    """Return the signature's free sizes that no option names.
 
-    Sizes of an example that is made from it are arbitrary, and a model packed with these alone would refuse
-    the requests that the old archive took.
+    The example made from the signature has arbitrary sizes, and a model packed with only these would refuse
+    requests that the old archive accepted.
     """
     signed, names = signed_sizes(signature), [spec.name for spec in signature.inputs]
     if signed and signed[0].name == BATCH and signed[0].high == LARGEST:
-        # TorchScript is tried with any batch without being told; a program has a largest one.
+        # For TorchScript, other batches are tried without an option; a program needs a largest batch.
         is_program = options.model_format in (EXPORT, AOTI)
         signed[:1] = [replace(signed[0], high=signed[0].smallest(_BATCH))] if is_program else []
     kept = tuple(free for free in sizes_of(options, names, example, signed) if free in signed)
@@ -430,11 +430,11 @@ def _sizes_in_archive(
 
 
 def source_with_example(source: Source, options: BuildOptions, say: Say) -> tuple[Source, Tensors | None]:
-    """Return the source with the inputs of the example, and the example, or None without any.
+    """Return the source with the inputs of the example, and the example, or None if there is none.
 
     Args:
         source: the model; it may have an example of its own.
-        options: the user's example and samples; without an example, the first sample is one.
+        options: the user's example and samples; if there is no other example, the first sample is used.
         say: receives lines about the example that was chosen.
 
     Raises:
@@ -481,7 +481,7 @@ def _tell_made_up(source: Source, say: Say) -> None:
 
 
 def _tell_fixed_lengths(source: Source, example: Tensors, say: Say) -> None:
-    """Tell the user which option lets the lengths of texts vary: an example makes them constant."""
+    """Tell the user which option lets the lengths of texts vary, because an example fixes them."""
     names = source.names_of_inputs(len(example))
     for free in source.folder.lengths(names, example) if source.folder is not None else ():
         now = free.size_in(example)

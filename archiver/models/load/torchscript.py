@@ -1,10 +1,10 @@
 """Loads TorchScript, for packing and for serving, and optimises it for the processor it is loaded on.
 
-Optimisation is `torchscript.optimize_for_inference`. oneDNN multiplies fastest by weights in its own memory
-order. An `nn.Linear` of TorchScript brings its weights into that order in every call, and writes its output
-before the activation behind it reads it again; here the weights are reordered once, and the activation is
-computed with the product. A convolution brings its input into oneDNN's layout, and its output back;
-`torch.jit.optimize_for_inference` leaves the layers between convolutions in that layout.
+The setting `torchscript.optimize_for_inference` asks for it. oneDNN multiplies fastest by weights in a memory
+order of its own. In TorchScript an `nn.Linear` reorders its weights in every call, and writes its output to
+memory, where the activation after it reads it again; here the weights are reordered once, and the activation
+is computed with the product. A convolution converts its input to oneDNN's layout, and its output back;
+`torch.jit.optimize_for_inference` keeps tensors between convolutions in that layout.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def _check(source: str | io.BytesIO) -> None:
 
 
 def saved(module: torch.jit.ScriptModule) -> bytes:
-    """Return the bytes of the file that goes into an archive."""
+    """Return the module as the bytes of a TorchScript file."""
     buffer = io.BytesIO()
     save_script(module, buffer)
     return buffer.getvalue()
@@ -139,7 +139,7 @@ _PYTHON_CALL = re.compile(r"Could not export Python function call '?\^?([^'.\s]+
 
 
 def refuse_fixed_layers(module: torch.nn.Module) -> None:
-    """Raise ModelRefused if the model is TorchScript, before its layers are replaced."""
+    """Raise ModelRefused if the model is TorchScript, whose layers can't be replaced."""
     if isinstance(module, torch.jit.ScriptModule):
         raise ModelRefused(
             "the model is TorchScript, whose layers can't be changed any more; "
@@ -147,25 +147,25 @@ def refuse_fixed_layers(module: torch.nn.Module) -> None:
         )
 
 
-# Mapping: the weights of the module are the pages of its file.
+# Mapping: the module's tensors use the mapped pages of its file.
 #
 # `torch.jit.load` copies every weight to the heap with the GIL held: a third of a second for 400 MB, once
-# for each process. Here the pages of the file are the weights. They are read at first use, all processes
-# that map the file share them, and a write copies the page written to.
+# for each process. Mapped pages are read at first use and shared by all processes that map the file, and a
+# write copies only the page written to.
 #
 # torch itself can map weights with `torch.load(mmap=True)` only. This code uses the internal function
 # by which `torch.package` loads TorchScript, because it accepts existing storages. It expects other names
-# in the zip, so the rest of the file (code and two small pickles) is repacked in memory under those
-# names. These functions are private to torch, so `torch.jit.load` loads unusual files, and all files in
-# torch versions that lack them.
+# in the zip, so the rest of the file (code and two small pickles) is repacked in memory under those names.
+# The functions are private to torch: `torch.jit.load` loads files with an unusual layout, and every file
+# if the torch version lacks the functions.
 
-# torch/csrc/jit/serialization/import.cpp, the deserializer's constructor for packages.
+# Names in torch/csrc/jit/serialization/import.cpp, the deserializer's constructor for packages.
 _PACKAGE_CODE = ".data/ts_code/"
 _PACKAGE_PICKLES = ".data/ts_code/0/"
 _SCRIPT_ID = "0"
 _PICKLES = ("data.pkl", "constants.pkl")
 _TENSOR_FOLDERS = ("data/", "constants/")
-_ALIGNMENT = 64  # of tensors in memory, as torch allocates and writes them
+_ALIGNMENT = 64  # bytes; torch aligns tensors to it in memory and in files
 
 
 def load_mapped(path: str) -> torch.jit.ScriptModule | None:
@@ -175,13 +175,13 @@ def load_mapped(path: str) -> torch.jit.ScriptModule | None:
     """
     try:
         with open(path, "rb") as file, zipfile.ZipFile(file) as archive:
-            # By their names without the top folder of the zip.
+            # The entries by name, without the zip's top folder.
             records = {entry.filename.partition("/")[2]: entry for entry in archive.infolist()}
             weights = _weights(records, file)
             if weights is None or not _is_ordinary(archive, records):
                 return None
             small = _repacked(archive, records)
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)  # all of it
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)  # the whole file
     except (*DAMAGED, Malformed, AttributeError):  # not a zip, or a system without fadvise
         return None
     try:
@@ -210,7 +210,7 @@ def _imported(small: io.BytesIO, file: Any, weights: dict[str, tuple[int, int]])
 
 
 def _is_ordinary(archive: zipfile.ZipFile, records: Mapping[str, zipfile.ZipInfo]) -> bool:
-    """Whether the file has the layout that torch writes since 1.6, and this machine's byte order."""
+    """Whether the file has the layout that torch has written since 1.6, and this machine's byte order."""
     order = archive.read(records["byteorder"]).decode() if "byteorder" in records else "little"
     return (
         all(pickle in records for pickle in _PICKLES)
@@ -222,8 +222,8 @@ def _is_ordinary(archive: zipfile.ZipFile, records: Mapping[str, zipfile.ZipInfo
 def _weights(records: Mapping[str, zipfile.ZipInfo], file: BinaryIO) -> dict[str, tuple[int, int]] | None:
     """Return the (offset, size) in bytes of each tensor by its key, or None if they can't be mapped.
 
-    Both folders number their keys from 0, but the loader of `torch.package` knows only one folder, so a file
-    with tensors in both is not mapped.
+    Keys start at 0 both in `data/` and in `constants/`, but the loader of `torch.package` knows only one
+    folder, so a file with tensors in both is not mapped.
     """
     found: dict[str, tuple[int, int]] = {}
     folders = set()
@@ -257,7 +257,7 @@ def _repacked(archive: zipfile.ZipFile, records: Mapping[str, zipfile.ZipInfo]) 
 #
 # `nn.LSTM`, `nn.GRU` and `nn.RNN` compare the batch of their initial state with that of their input in
 # Python, and a trace drops these checks. The operators themselves do not check, so with a state for another
-# batch they read beyond its end. Here traced layers get the check back, as a step of the graph.
+# batch they read beyond the state's end. `check_states` adds the check to the graphs of traced layers.
 
 _RECURRENT = tuple(
     f"aten::{kind}" for kind in ("lstm", "gru", "rnn_tanh", "rnn_relu", "quantized_lstm", "quantized_gru")
@@ -274,10 +274,10 @@ def check(states: List[Tensor], rows: Tensor, is_packed: bool, batch_first: bool
 
 
 def check_states(module: torch.jit.ScriptModule) -> None:
-    """Add a check of the initial state to each recurrent layer, in place; it raises torch.jit.Error.
+    """Add a check of the initial state to each recurrent layer, in place; the check raises torch.jit.Error.
 
-    Call it before the module runs, because a module that has run keeps the code it ran. Checks that the
-    module already has are not added again.
+    Call it before the module first runs: later runs use the code of the first one. Checks that the module
+    already has are not added again.
     """
     for part in module.modules():
         code: Any = getattr(part, "_c", None)
@@ -310,9 +310,9 @@ def _compiled(source: str) -> Any:
 # Optimisation.
 
 _LINEAR = "aten::linear"
-# Activations by their operator, as oneDNN's linear layer calls them (torch's native/mkldnn/Linear.cpp).
+# oneDNN's names of activations, by operator (torch's native/mkldnn/Linear.cpp).
 _ACTIVATIONS = {"aten::relu": "relu", "aten::relu_": "relu", "aten::gelu": "gelu", "aten::silu": "swish"}
-_ROWS = 32  # batch size the order is chosen for, but used for all: those for 1 to 1024 were equally fast
+_ROWS = 32  # the batch size for which the order is chosen; orders for 1 to 1024 were equally fast
 
 
 def has_convolutions(module: torch.jit.ScriptModule) -> bool:
@@ -331,11 +331,11 @@ def _has(module: torch.jit.ScriptModule, *kinds: str) -> bool:
 
 
 def optimized(module: torch.jit.ScriptModule, most_packed_bytes: int | None = None) -> torch.jit.ScriptModule:
-    """Return the module for this processor: the same results except for rounding and NaN. Can't be saved.
+    """Return the module optimised for this processor; its results differ only in rounding and NaN.
 
     NaN becomes 0 in a ReLU that is computed with the layer before it, as in torch's own convolutions. The
-    weights of linear layers and convolutions are copied, and those of the file are released. The given module
-    may be changed and must not be used again. As thread-safe as the module.
+    weights of linear layers and convolutions are copied, and those of the file are released. The result can't
+    be saved. The given module may be changed and must not be used again. As thread-safe as the module.
 
     Args:
         module: on the CPU, in eval mode; only its `forward` remains.
@@ -360,9 +360,9 @@ def optimized(module: torch.jit.ScriptModule, most_packed_bytes: int | None = No
 def _pack_linear_layers(graph: Any, most_bytes: int | None) -> None:
     left = float("inf") if most_bytes is None else most_bytes
     aliases = graph.alias_db()
-    # Collect all layers before replacing any, because torch's alias information is about the unchanged graph.
+    # Collect all layers before replacing any: torch's alias information describes the unchanged graph.
     layers = [(node, _weight(node, aliases)) for node in graph.findAllNodes(_LINEAR, True)]
-    packed: dict[tuple[object, ...], torch.Tensor] = {}  # a layer that is used again has one copy
+    packed: dict[tuple[object, ...], torch.Tensor] = {}  # by weight: a layer used twice is packed once
     for node, weight in layers:
         if weight is None:
             continue
@@ -373,7 +373,7 @@ def _pack_linear_layers(graph: Any, most_bytes: int | None) -> None:
         if key in packed:
             _check_features(graph, node, weight.shape[1])
             _pack(graph, node, packed[key])
-    torch._C._jit_pass_dce(graph)  # removes the weights that were packed
+    torch._C._jit_pass_dce(graph)  # removes the original weights, now unused
 
 
 _FEATURES = """
@@ -385,7 +385,7 @@ def check(rows: Tensor, features: int):
 
 
 def _check_features(graph: Any, node: Any, features: int) -> None:
-    """Check the width of rows that are an input of the model, because oneDNN accepts any in an empty batch.
+    """Check the width of rows that are a model input, because oneDNN accepts any width in an empty batch.
 
     The rows that other layers return always have the right width.
     """
@@ -399,7 +399,7 @@ def _weight(node: Any, aliases: Any) -> torch.Tensor | None:
     """Return the layer's weights if nothing writes to them and oneDNN supports them and the bias, or None.
 
     `aten::linear` supports more: empty weights, a bias that is broadcast or not contiguous. oneDNN would fail
-    or, with a bias that is one number or not contiguous, compute another result.
+    or, with a bias that is one number or not contiguous, compute a wrong result.
     """
     _, weight_of, bias_of, *others = node.inputs()
     weight, bias = _constant(weight_of), _constant(bias_of)
@@ -411,7 +411,7 @@ def _weight(node: Any, aliases: Any) -> torch.Tensor | None:
 
 
 def _constant(value: Any) -> torch.Tensor | None:
-    """Return the float32 tensor on the CPU that the graph holds as this value; None for any other value."""
+    """Return the value if it is a constant of the graph, a float32 tensor on the CPU; otherwise None."""
     found = value.toIValue() if value.node().kind() == "prim::Constant" else None
     if not isinstance(found, torch.Tensor) or found.layout is not torch.strided:
         return None

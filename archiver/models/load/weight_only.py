@@ -1,7 +1,7 @@
 """Layers with weights of 8 or 4 bits that compute in floating point: made here, or quantised by torchao.
 
 Only the weights are quantised: inputs, sums and outputs stay in floating point, so rows of a batch share no
-scale and no samples are needed. It saves memory traffic, which matters with few rows and large layers.
+scale and no samples are needed. This saves memory traffic, which matters with few rows and large layers.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from torchere.archiver.models.inputs.run import has_hooks
 from torchere.archiver.models.load.torchscript import refuse_fixed_layers
 from torchere.archiver.models.steps import errors_only
 
-GROUP = 32  # 4-bit weights of a row that share a scale and a zero; these make it 5 bits for each weight
+GROUP = 32  # 4-bit weights of a row that share a scale and a zero, which add 1 bit to each weight
 _OUTPUTS_OF_4_BITS = 16  # torch's kernel supports multiples of this number
-# With other numbers torch's kernel reads memory behind the weights: `weightpack` of int8mm_kernel.cpp steps
-# by 16 inputs with AVX-512, and by 8 with AVX2. An archive may come to any processor.
+# The inputs must be a multiple of it: otherwise torch's kernel reads beyond the weights. (`weightpack` in
+# int8mm_kernel.cpp steps by 16 inputs with AVX-512, by 8 with AVX2; an archive may meet any processor.)
 INPUTS_OF_8_BITS = 16
-# Smaller layers stay in fp32: they are a small part of a file, and converting costs more than multiplying.
+# Smaller layers stay in fp32: they are a small part of a file, and take longer to convert than to multiply.
 LARGE = 2**14
 BY_PROCESSOR = torch.ops.aten._convert_weight_to_int4pack_for_cpu.default
 _TINY = 1e-8  # lower bound of scales, which must not be 0
 
 
-# The classes of layers declare no attributes: torch.jit.script can't read the types from here.
+# The layer classes declare no attributes, because torch.jit.script can't resolve their types from here.
 class _In8Bits(nn.Module):
-    """A layer with weights of 8 bits from `in_8_bits`, which layers with a common weight share."""
+    """A layer with the 8-bit weights of `in_8_bits`; layers that shared a weight share its 8-bit form."""
 
     def __init__(self, values: nn.Buffer, scales: nn.Buffer) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ class Int4Linear(nn.Module):
 
     @classmethod
     def of(cls, layer: nn.Linear) -> Int4Linear:
-        """Quantise a layer in fp32; see `fits_4_bits`."""
+        """Quantise an fp32 layer that `fits_4_bits`."""
         groups = layer.weight.detach().reshape(layer.out_features, -1, GROUP)
         low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
         scales = ((high - low) / 15).clamp_min(_TINY).bfloat16().float()
@@ -146,7 +146,7 @@ def _parameter(bias: torch.Tensor | None) -> nn.Parameter | None:
 
 def in_8_bits(weight: torch.Tensor) -> tuple[nn.Buffer, nn.Buffer]:
     """Return a layer's weight in 8 bits, and a scale for each row."""
-    # The scale is rounded first, so that its rounding costs nothing.
+    # The scale is rounded to bfloat16 first, so that the values are computed for the rounded scale.
     weight = weight.detach()
     scales = (weight.abs().amax(1) / 127).clamp_min(_TINY).bfloat16()
     values = (weight / scales.float().unsqueeze(1)).round().clamp(-127, 127).to(torch.int8)
@@ -159,9 +159,9 @@ def fits_4_bits(layer: nn.Linear) -> bool:
 
 
 def large_layers(module: nn.Module) -> dict[str, nn.Linear | nn.Embedding]:
-    """Return the linear layers and embeddings that fewer bits suit and that are large enough, by name.
+    """Return the fp32 linear layers and embeddings that can be quantised and are large enough, by name.
 
-    Layers with hooks are left out: the layers that replace them would not call these.
+    Layers with hooks are left out, because the layers that replace them would not call the hooks.
     """
     return {
         name: layer
@@ -182,10 +182,10 @@ def weight_only(module: nn.Module, bits: int, kept: Collection[str] = ()) -> tup
     """Copy the model with the weights of its large layers in 8 or 4 bits; return it with a note.
 
     With 4 bits, embeddings, and linear layers whose size the kernel does not support, get weights of 8 bits.
-    Layers that share a weight share it in 8 bits, too. The `kept` layers stay in fp32.
+    Layers that share a weight also share its 8-bit form. The `kept` layers stay in fp32.
 
     Raises:
-        ModelRefused: there is no such layer, or the model is TorchScript.
+        ModelRefused: there is no layer to quantise, or the model is TorchScript.
     """
     name = f"int{bits}-weight"
     refuse_fixed_layers(module)
@@ -197,11 +197,11 @@ def weight_only(module: nn.Module, bits: int, kept: Collection[str] = ()) -> tup
             f"(linear layers with inputs in multiples of {INPUTS_OF_8_BITS}), and the model has none, or its "
             "own code reads their weights; leave --quantize out, or take --quantize auto"
         )
-    names: dict[nn.Module, list[str]] = {}  # a layer may have several
+    names: dict[nn.Module, list[str]] = {}  # a layer may have several names
     for path, one in made.named_modules(remove_duplicate=False):
         names.setdefault(one, []).append(path)
     counts: Counter[str] = Counter()
-    shared = functools.cache(in_8_bits)  # layers with one weight get one result
+    shared = functools.cache(in_8_bits)  # so that layers with the same weight share the result
     for layer in found.values():
         new: nn.Module
         if isinstance(layer, nn.Embedding):
@@ -237,12 +237,12 @@ def _replaced(module: nn.Module, path: str, layer: nn.Module) -> nn.Module:
     return module
 
 
-# Models that the user quantised with torchao: their weights are tensor subclasses, each of plain tensors.
+# Models that the user quantised with torchao: their weights are tensor subclasses made of plain tensors.
 #
 # torch.export keeps such classes in the program, whose file is then a pickle that needs torchao to load;
-# tracing folds them to fp32. So the plain tensors become the weights, and torchao's own operators torch's.
+# tracing turns them into fp32. So plain tensors become the weights, and torch's operators replace torchao's.
 
-_PACKAGES = ("torchao.quantization", "torchao.prototype.quantization.int4")  # register their tensors
+_PACKAGES = ("torchao.quantization", "torchao.prototype.quantization.int4")  # register their tensor classes
 INT4_FOR_A_PROCESSOR = "Int4OpaqueTensor"
 
 
@@ -256,7 +256,7 @@ def torchao_weights(weights: Mapping[str, Any]) -> dict[str, str]:
 
 
 def torchao_kinds(module: nn.Module) -> str:
-    """Return the kinds of torchao's weights in a module, for messages; an empty text if it has none."""
+    """Return the class names of torchao's weights in a module, for messages; "" if it has none."""
     if isinstance(module, torch.jit.ScriptModule):
         return ""
     held = {**dict(module.named_parameters()), **dict(module.named_buffers())}
@@ -264,7 +264,7 @@ def torchao_kinds(module: nn.Module) -> str:
 
 
 def register_torchao() -> None:
-    """Let torch's weights-only unpickler make torchao's tensors.
+    """Let torch's weights-only unpickler create torchao's tensors.
 
     Raises:
         ModelRefused: torchao is not installed.
@@ -282,7 +282,7 @@ def register_torchao() -> None:
 
 
 def with_plain_weights(module: nn.Module) -> nn.Module:
-    """Return a copy of the module with torchao's weights as plain tensors; without any, the module itself.
+    """Return a copy of the module with torchao's weights as plain tensors; if it has none, the module itself.
 
     Raises:
         ModelRefused: a weight is of a kind that can't be served.
@@ -315,7 +315,7 @@ def _of_torchao(path: str, layer: nn.Module) -> Int4Linear:
 
 
 def _unpacked(packed: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
-    """Return 4-bit weights in row order, from the order that torch's kernel has on this processor.
+    """Return 4-bit weights in row order, from the order that torch's kernel needs on this processor.
 
     To find that order, the index of each weight is packed in the same way, four bits at a time.
     """
