@@ -1,4 +1,4 @@
-"""Tensors of a module beside its weights: tensors that a run changes, or that its state dict lacks."""
+"""Tensors of a module other than its weights: tensors that a run changes, or that its state dict lacks."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ _HOLDING = (torch.Tensor, list, tuple, dict)
 def unchanged_buffers(module: torch.nn.Module) -> Iterator[None]:
     """Restore the values of the module's buffers at block exit, in the same tensors.
 
-    A model may count its runs, or keep a mean of its inputs, in a buffer, and the packer's runs must not
-    count. Plain attributes are restored, too; see `unchanged_attributes`. Needs memory for a copy of all
+    A model may count its runs, or keep a mean of its inputs, in a buffer, which the packer's runs must not
+    affect. Plain attributes are restored, too; see `unchanged_attributes`. Needs memory for a copy of all
     buffers.
 
     Args:
@@ -54,8 +54,8 @@ def unchanged_buffers(module: torch.nn.Module) -> Iterator[None]:
 def unchanged_attributes(module: torch.nn.Module) -> Iterator[None]:
     """Restore numbers, tuples, lists, dicts, sets and None in plain attributes at block exit.
 
-    Attributes that the block adds are deleted, because torch.export would take a table that a run makes for
-    one size, and keeps in an attribute, for a constant. Changes within tensors and other objects remain.
+    Attributes that the block adds are deleted: a run may keep a table for one size in an attribute, which
+    torch.export would then treat as a constant. Changes within tensors and other objects remain.
     """
     before = [(part, dict(_attributes(part, object)), _registered(part)) for part in module.modules()]
     contents = [(held, copy.copy(held)) for _, named, _ in before for held in _changing(named.values())]
@@ -83,7 +83,7 @@ def _registered(part: torch.nn.Module) -> set[str]:
 
 
 def _changing(values: Iterable[object], depth: int = 3) -> Iterator[Any]:
-    """Yield the lists, dicts and sets among the values and within them; a list may hold itself."""
+    """Yield the lists, dicts and sets among the values and within them; `depth` ends a list in itself."""
     for value in values if depth else ():
         if type(value) in _CHANGING:
             yield value
@@ -94,13 +94,13 @@ def _changing(values: Iterable[object], depth: int = 3) -> Iterator[Any]:
 def refuse_lost_state(
     module: torch.nn.Module, example: Tensors, form: str, keeps: Collection[str] = ()
 ) -> None:
-    """Raise ModelRefused for a module that has run, and keeps state between runs by assigning new values.
+    """Raise ModelRefused if a module, which has run before, keeps state between runs by assigning new values.
 
     Args:
-        module: the module; its state and its buffers change, see `unchanged_buffers`.
+        module: the module; this changes its state and its buffers, see `unchanged_buffers`.
         example: inputs to run it on.
         form: name of the compiled form, which keeps the values from the time when it was made.
-        keeps: the names of the state that this form keeps.
+        keeps: the names of the state that this form updates as the module does.
     """
     found: list[Named] = []
     names = assigned_state(module, lambda: found.append(seeded(module, example)))
@@ -148,7 +148,7 @@ def _by_name(
 
 
 def _attributes(part: torch.nn.Module, kinds: Any) -> list[tuple[str, Any]]:
-    """Return the plain attributes of these types; TorchScript's attributes are not in `__dict__`."""
+    """Return the plain attributes of these types; none for TorchScript, whose `__dict__` lacks them."""
     if isinstance(part, torch.jit.ScriptModule):
         return []
     found = vars(part).items()
@@ -164,8 +164,8 @@ def _is_other(before: object, after: object) -> bool:
 def unsaved(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Return copies of the module's tensors that its state dict lacks, by name.
 
-    These are plain attributes, items of lists and dicts, weights of layers in these, and non-persistent
-    buffers.
+    Such tensors are plain attributes, items of lists and dicts in attributes, weights of layers in such lists
+    and dicts, and non-persistent buffers.
     """
     saved = {id(tensor) for tensor in module.state_dict(keep_vars=True).values()}
     return {
@@ -178,12 +178,12 @@ def unsaved(module: torch.nn.Module) -> dict[str, torch.Tensor]:
 def random_ones(
     made: Mapping[str, torch.Tensor], loaded: Mapping[str, torch.Tensor], again: Callable[[], torch.nn.Module]
 ) -> str | None:
-    """Return a warning about tensors that differ in each new instance of the class; None without any.
+    """Return a warning about tensors that differ in each new instance of the class; None if there are none.
 
     Args:
         made: `unsaved` of the module before its weights were loaded.
         loaded: `unsaved` afterwards; a class may load such tensors by code of its own.
-        again: creates a new instance of the module; it is called unless `made` is empty.
+        again: creates a new instance of the module; called only if loading left tensors of `made` unchanged.
     """
     kept = [name for name, tensor in made.items() if name in loaded and is_same(tensor, loaded[name])]
     if not kept:
@@ -221,7 +221,7 @@ def _within(name: str, value: object) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _nested(name: str, value: object, depth: int = 2) -> Iterator[tuple[str, object]]:
-    """Yield the value and its items, also those in lists of tuples; a list may hold itself."""
+    """Yield the value and its items, also those in lists of tuples; `depth` ends a list in itself."""
     yield name, value
     if depth and isinstance(value, (list, tuple, dict)):
         items = value.items() if isinstance(value, dict) else enumerate(value)

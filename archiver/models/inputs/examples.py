@@ -31,7 +31,7 @@ TORCH_TYPES = {name: dtype for dtype, name in DATATYPES.items()}
 
 @dataclass(frozen=True)
 class Example:
-    """Tensors for the inputs of a model; `names` has the input of each tensor, if the file gives it.
+    """Tensors for the inputs of a model; `names` has the input's name for each, if the file gives names.
 
     `typed`: the file sets the datatypes; they are not the defaults of JSON or NumPy. `unprepared`: the file
     is a picture, and the handler prepares no pictures.
@@ -189,7 +189,7 @@ def _tensor(value: Any) -> torch.Tensor:
     return value.detach()
 
 
-_FREE = 2  # not 1, which export takes for a constant
+_FREE = 2  # the size of free dimensions in examples; not 1, which torch.export takes for a constant
 
 
 def files_of(path: Path) -> list[Path]:
@@ -246,7 +246,7 @@ def read_samples(
 def example_of(signature: Signature) -> Example:
     """Make an example for a signature's inputs: random floats 0 to 1, whole numbers 0, free sizes 2.
 
-    A free size whose limits have no 2 is the smallest that they allow.
+    A free size that can't be 2 is the next larger size that its limits allow, or else the smallest one.
 
     Raises:
         ModelRefused: an input has a datatype that no tensor has.

@@ -7,10 +7,10 @@ from PIL import Image
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
-    """Return an image of any mode as 8-bit RGB; of 16 bits, the upper 8 are kept.
+    """Return an image of any mode as 8-bit RGB; of 16-bit values, the upper 8 bits are kept.
 
     Raises:
-        ValueError: the pixels are 32-bit numbers, and no file tells which number is white.
+        ValueError: the pixels are 32-bit numbers; image files do not say which number is white.
     """
     if image.mode == "RGB":
         return image

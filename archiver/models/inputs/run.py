@@ -25,8 +25,8 @@ class LoadedModel:
     """
 
     module: torch.nn.Module  # may also be a torch.jit.ScriptModule
-    example: tuple[torch.Tensor, ...]  # on the CPU, one tensor per input; first dimension the batch, if any
-    signature: Signature  # derived from running the example
+    example: tuple[torch.Tensor, ...]  # on the CPU, one tensor per input; batches use the first dimension
+    signature: Signature  # derived by running the model on the example
     source: Path  # the file or folder of the model, for messages
 
 
@@ -73,7 +73,7 @@ def copies(inputs: Sequence[torch.Tensor]) -> Tensors:
 def run_of_session(session: Any) -> Callable[..., Tensors]:
     """Return a session of onnxruntime as a function of tensors, one per input; its results are on the CPU.
 
-    The session may be called from several threads at once, and so may the function.
+    The function is thread-safe, as the session is.
     """
     names = [item.name for item in session.get_inputs()]
 

@@ -1,4 +1,4 @@
-"""The inputs of `--samples`: which files are read, and which of them the model does not run on."""
+"""The inputs of `--samples`: which files are read, and which of them the model fails on."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ class FreeSize:
     multiple: int = 1
 
     def size_in(self, example: Tensors) -> int:
-        """Return the size in the example, in which all places were checked to agree."""
+        """Return the size in the example; all places were checked to agree."""
         index, dimension = self.places[0]
         return example[index].shape[dimension]
 
@@ -50,7 +50,7 @@ class FreeSize:
     def option(self, names: Sequence[str]) -> str:
         """Return the inputs and the dimension as the option takes them: `ids,mask.1`.
 
-        A size of several dimensions, which the option can't name, is `a.1 and a.2`.
+        A size at several dimensions, which the option can't name, gives `a.1 and a.2`.
         """
         dimensions = {dimension for _, dimension in self.places}
         return " and ".join(
@@ -63,7 +63,7 @@ class FreeSize:
         return self.low <= size <= self.high and size % self.multiple == 0
 
     def smallest(self, least: int) -> int:
-        """Return the smallest size that is at least `least`; the smallest of all if none is."""
+        """Return the smallest allowed size from `least` on; if there is none, the smallest allowed size."""
         sizes = [-(-low // self.multiple) * self.multiple for low in (max(self.low, least), self.low)]
         return next(filter(self.takes, sizes), sizes[-1])
 
@@ -170,7 +170,7 @@ def sizes_of(
     found = [parse_free_size(text, names, example) for text in options.dynamic_sizes]
     if options.dynamic_batch is not None:
         batch = batch_of(example, parse_range(options.dynamic_batch, "--dynamic-batch"))
-        found.append(replace(batch, low=1))  # a server may run a single row, if no other waits
+        found.append(replace(batch, low=1))  # a server may run a single row, if no other request waits
     named = {where for free in found for where in free.places}
     return found + [free for free in default if named.isdisjoint(free.places)]
 
@@ -208,7 +208,7 @@ def _signed_size(inputs: Sequence[TensorSpec], places: Sequence[tuple[int, int]]
 
 
 def identifier(name: str, places: Sequence[tuple[int, int]]) -> str:
-    """Return the name of a size, or one of its first place: torch.export takes identifiers only."""
+    """Return the name if it is an identifier, as torch.export demands; else one made from the first place."""
     return name if name.isidentifier() else "size_{}_{}".format(*places[0])
 
 
