@@ -18,17 +18,17 @@ Model = Callable[..., Any]
 Samples = Sequence[tuple[torch.Tensor, ...]]
 BATCH_SIZES = (1, 8)
 _WARM_UPS = 3  # the first runs of TorchScript profile and compile
-_LEAST, _MOST = 5, 400  # rounds
-_QUICK = 0.1  # the percentile, as a share of the runs; the minimum alone is luck
-_TURN = 3  # runs of a model, one after another
+_LEAST, _MOST = 5, 400  # minimum and maximum number of rounds
+_QUICK = 0.1  # the percentile, as a share of the runs; the minimum would depend on luck
+_TURN = 3  # consecutive runs of a model in each round
 _LONG_S = 0.05  # a run that takes longer computes on more data than the caches hold
-_BUSY = 1.5  # runnable programs for each core, over the last minute
+_BUSY = 1.5  # runnable programs per core, over the last minute, above which the cores count as busy
 _SHAPES = 3  # different shapes of samples that a model is timed on
 
 
 @contextlib.contextmanager
 def one_thread() -> Iterator[None]:
-    """Let torch use one thread, because executors share the cores, and one thread's time is steadier."""
+    """Let torch use one thread, because executors share the cores, and one thread's time varies less."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -63,8 +63,8 @@ def processor_ms(models: Sequence[Model], arguments: Sequence[torch.Tensor], bud
     There are 5 to 400 rounds; more than 5 only within the budget of processor seconds for all models.
 
     A model's speed depends on the shapes of its first runs: oneDNN's int8 layers pack their weights for the
-    first shape, and were 10 times slower with others (EfficientNet-Lite0). So give models that are freshly
-    loaded, or that met the same shapes before. docs/decisions/0027 has the measurements.
+    first shape, and were 10 times slower with others (EfficientNet-Lite0). So pass models that are freshly
+    loaded, or whose first runs had these shapes. docs/decisions/0027 has the measurements.
     """
     times: list[list[float]] = [[] for _ in models]
     with one_thread(), torch.inference_mode():
@@ -80,7 +80,7 @@ def processor_ms(models: Sequence[Model], arguments: Sequence[torch.Tensor], bud
 
 
 def _seconds(model: Model, arguments: Sequence[torch.Tensor]) -> float:
-    """Return the time of a run, counted for the process, because onnxruntime computes in its own threads."""
+    """Return the processor time of a run over all threads, because onnxruntime computes in its own."""
     given = copies(arguments)
     started = time.process_time()
     model(*given)
@@ -88,7 +88,7 @@ def _seconds(model: Model, arguments: Sequence[torch.Tensor]) -> float:
 
 
 def gain(before_ms: Mapping[int, float], after_ms: Mapping[int, float]) -> float:
-    """Return the speed-up from `before` to `after`: the geometric mean over the batch sizes of both."""
+    """Return the speed-up, before / after: the geometric mean over the batch sizes that both have."""
     sizes = before_ms.keys() & after_ms.keys()
     product = 1.0
     for size in sizes:
@@ -123,7 +123,7 @@ def times_by_batch(
 ) -> list[dict[int, float]]:
     """Return the milliseconds per run by batch size for each model, as the mean over up to three shapes.
 
-    A batched model is timed at `sizes`, the smallest first, as a server's first run has one row.
+    A batched model is timed at `sizes`, the smallest first, because a server's first run has one row.
 
     Args:
         models: freshly loaded, see `processor_ms`.
@@ -148,7 +148,7 @@ def _calls(samples: Samples, size: int) -> list[tuple[torch.Tensor, ...]]:
 
 
 def _fits(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> bool:
-    """Return whether the rows of both can stand in one batch."""
+    """Return whether the rows of both samples can be combined into one batch."""
     return [tensor.shape[1:] for tensor in one] == [tensor.shape[1:] for tensor in other]
 
 

@@ -22,8 +22,8 @@ class Difference:
     """The outputs of one model compared with those of another over the same samples.
 
     `drift` is the figure that has a limit: the root mean square of the differences, divided by the root mean
-    square of the original's values. For whole numbers and booleans it is the share of values that differ. It
-    is the largest over all outputs. 0: equal outputs; 1: the outputs have no relation to the original's.
+    square of the original's values. For whole numbers and booleans it is the share of values that differ. The
+    output with the largest drift counts. 0: equal outputs; 1: outputs without relation to the original's.
     """
 
     rows: int  # along the first dimension of the first output
@@ -31,7 +31,7 @@ class Difference:
     mean_abs: float
     drift: float
     cosine: float | None  # mean over rows, the minimum over all outputs; None without floating-point outputs
-    # Share of rows with the largest value at the same place; None unless an output is [rows, 2+].
+    # Share of rows with the largest value at the same index; None unless an output is [rows, 2+].
     top1: float | None
     channel: ChannelDrift | None = None  # None if no channel varies, or there are too few values
     silenced: tuple[Silenced, ...] = ()
@@ -178,9 +178,9 @@ def _refuse_other_shapes(wanted: Outputs, found: Outputs) -> None:
 # Drift of each channel of an output, relative to the variation within this channel.
 #
 # One figure over a whole output hides an error in the scores when boxes are in the same tensor: where boxes
-# are 640 times as large, a model whose scores are all zero drifts by half a percent. Channels are the last
-# dimension of an output, and dimension 1, too, where it has three or more, as detectors are laid out both
-# ways.
+# are 640 times as large, a model whose scores are all zero drifts by half a percent. Channels are taken along
+# the last dimension of an output, and also along dimension 1 if the output has three or more dimensions,
+# because detectors use both layouts.
 
 _FEWEST = 8  # minimum number of values that show whether a channel varies
 _CLEARLY = 0.25  # spread from which a channel's drift counts in full
@@ -210,7 +210,7 @@ class ChannelDrift:
 
     @property
     def beyond_chance(self) -> float:
-        """The weighed drift without the factor that choosing the worst channel adds; it has a limit."""
+        """The weighed drift without the factor that choosing the worst channel adds; limits apply to it."""
         return self.weighed / self.chance
 
     @property
@@ -228,7 +228,7 @@ class Silenced:
     dimension: int
     count: int
     of: int  # channels that vary
-    first: tuple[int, ...]  # some of them
+    first: tuple[int, ...]  # the first silent channels
 
     @property
     def note(self) -> str:
@@ -251,7 +251,7 @@ class ChannelTally:
     def __init__(self, output: int, dimension: int) -> None:
         self._output, self._dimension = output, dimension
         self._count = 0
-        self._fits = True  # every sample has as many channels
+        self._fits = True  # every sample has the same number of channels
         self._mean = self._squares = self._apart = self._apart_squared = torch.zeros(0)
         self._constant, self._first = torch.zeros(0, dtype=torch.bool), torch.zeros(0)
 
@@ -302,7 +302,7 @@ class ChannelTally:
         places = silent.nonzero().flatten().tolist()
         if not places or len(places) < _SHARE * int(varies.sum()):
             return None
-        carrying = (self._apart.square() / self._apart_squared)[silent].sum()  # their count, if all are equal
+        carrying = (self._apart.square() / self._apart_squared)[silent].sum()  # effective number of values
         if not float(carrying) >= _CARRYING:
             return None
         return Silenced(self._output, self._dimension, len(places), int(varies.sum()), tuple(places[:_NAMED]))
@@ -333,7 +333,7 @@ class ChannelTally:
 
 
 def worst_of(tallies: Sequence[ChannelTally]) -> ChannelDrift | None:
-    """Return the channel with the largest drift of all tallies; None when no channel varies."""
+    """Return the channel of all tallies with the largest `beyond_chance`; None if no channel varies."""
     found = [tally.worst for tally in tallies]
     return max((one for one in found if one is not None), key=lambda one: one.beyond_chance, default=None)
 
