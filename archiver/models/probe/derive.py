@@ -1,6 +1,6 @@
 """Derives a signature from runs of the model: on the example, and on examples of other sizes.
 
-An ONNX model is run by onnxruntime, to try whether its first dimension is a batch: names don't tell.
+onnxruntime runs an ONNX model to try whether its first dimension is a batch: dimension names do not show it.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def signature_of(
         if not probe_batch:
             raise
         refusal = end
-    found = tried(False)  # if the example itself ended the process, it ends this one, too
+    found = tried(False)  # raises the error again if the example itself ends the process
     say(f"{_NOT_BATCHED}: {refusal}")
     return found
 
@@ -186,7 +186,7 @@ def _limits(free: FreeSize, dimension: int, example: Tensors) -> list[Limit]:
 def _asked(trial: Trial, free: FreeSize, names: Sequence[str], say: Say) -> tuple[Places, bool]:
     """Return the dimensions of the outputs that vary with a size, and whether the size is a batch.
 
-    The first dimension of all inputs is the batch if rows are independent, also under another name.
+    The first dimension of all inputs is the batch if rows are independent, even if it has another name.
     """
     refusal = None
     if free.is_batch(trial.example):
@@ -288,14 +288,14 @@ def is_random(run: Run, example: Tensors, base: Named) -> bool:
 def tried_signature(path: Path, form: OnnxForm, example: Tensors | None, say: Say) -> Signature:
     """Return the signature of an ONNX model after trying whether it has a batch.
 
-    Where all first dimensions are free, they are the batch if the rows of an example do not affect one
-    another. If that can't be tried, because onnxruntime is missing or does not run the model, they are the
-    batch if they share a name.
+    If all first dimensions are free, and the rows of an example do not affect one another, these dimensions
+    are the batch. If that can't be tried, because onnxruntime is missing or does not run the model, they are
+    the batch if they share a name.
 
     Args:
         path: the file.
-        form: as `read_onnx` read it from the file.
-        example: None: one is made up from the inputs of the graph.
+        form: the result of `read_onnx` for the file.
+        example: if it is None, one is made up from the inputs of the graph.
         say: takes a line when the model is packed without batches, or when nothing could be tried.
 
     Raises:
@@ -311,7 +311,7 @@ def tried_signature(path: Path, form: OnnxForm, example: Tensors | None, say: Sa
 
 
 def _tried_form(path: Path, form: OnnxForm, example: Tensors | None, tell: Say, say: Say) -> Signature:
-    load = functools.cache(functools.partial(_loaded, path))  # at most one session
+    load = functools.cache(functools.partial(_loaded, path))  # creates at most one session
     if form.unshaped:
         form = _ranked(path, form, example, load)
     if example is not None:

@@ -15,7 +15,7 @@ from torchere.archiver.models.probe.row_independence import Trial
 from torchere.archiver.models.steps import Say
 
 _MOST_STEPS = 40  # divisors of the example's size that are tried as steps
-_FURTHER = (1, 2, 3)  # a step is right if the model takes sizes so many steps from the example's
+_FURTHER = (1, 2, 3)  # a step is right if the model takes the sizes this many steps from the example's
 _NO_MEMORY = ("can't allocate memory", "not enough memory", "out of memory", "bad_alloc")
 
 Places = list[tuple[int, int]]
@@ -27,7 +27,7 @@ def varying_dimensions(trial: Trial, free: FreeSize, option: str, say: Say) -> P
 
     Args:
         trial: the model and its results on the example.
-        free: a size that is no batch.
+        free: a size other than the batch.
         option: the inputs and the dimension as the user names them: `ids,mask.1`.
         say: takes a line when a size could not be tried.
 
@@ -51,7 +51,7 @@ def differing_dimensions(base: Named, other: Named, free: FreeSize, size: int) -
     """Return the dimensions in which two results of the model differ.
 
     Raises:
-        ModelRefused: they have another number of outputs or dimensions.
+        ModelRefused: the results differ in the number of outputs, or of an output's dimensions.
     """
     if len(base) != len(other):
         raise ModelRefused(f"the model gives {len(other)} outputs instead of {len(base)} for other sizes")
@@ -107,10 +107,10 @@ def examples_of_size(example: Tensors, free: FreeSize, size: int) -> Iterator[Te
 def with_other_sizes(
     samples: Sequence[Tensors], sizes: Sequence[FreeSize], module: torch.nn.Module
 ) -> list[Tensors]:
-    """Return the samples, and the first one in another size where sizes may vary and all samples have one.
+    """Return the samples; if sizes may vary and all samples have the same, add the first in other sizes.
 
-    Some layers are fast for the first size that they meet only, which times of one size do not show. A sample
-    that the module fails on is left out: the other size may need other integers.
+    Some layers are fast only for the first size that they run on, which times of one size would not show. If
+    the module fails on the new sample, it is left out, because the other size may need other integers.
     """
     first = other = samples[0]
     shapes = {tuple(tensor.shape[1:] for tensor in one) for one in samples}

@@ -34,7 +34,7 @@ def with_id_ranges(signature: Signature, run: Run, example: Tensors) -> Signatur
     """
     if not any(tensor.dtype in _WHOLE for tensor in example):
         return signature
-    # With two rows, a slice of an input is smaller than the input.
+    # Free sizes of 1 are doubled, so that a slice of an input is smaller than the input.
     given = copies(tuple(map(without_ones, example, signature.inputs)))
     found = {place: rows for place, rows in _rows_of(run, given).items() if _refuses(run, given, place, rows)}
     inputs = [
@@ -58,7 +58,7 @@ def _rows_of(run: Run, given: Tensors) -> dict[int, int]:
 def _refuses(run: Run, given: Tensors, place: int, rows: int) -> bool:
     """Return whether the model fails on ids outside of the table.
 
-    A model that clamps ids in place, or takes another branch for large ones, does not.
+    A model that clamps ids in place, or takes another branch for large ones, does not fail.
     """
     outside = (rows, -1, torch.iinfo(given[place].dtype).max)
 

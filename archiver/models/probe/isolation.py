@@ -1,6 +1,6 @@
 """Runs the trials of a model in a forked child process, so that a crash of the model ends as one error line.
 
-A model on other sizes than its author tried may read beyond the end of a tensor, exit, hang or fill the
+A model run on sizes that its author never tried may read beyond the end of a tensor, exit, hang or fill the
 memory. A fork takes a tenth of a second and shares the loaded model; a fresh interpreter would import torch
 and read the model again, which takes seconds (decision 28). The child computes in a new thread: OpenMP's
 threads do not survive a fork, and each thread that starts parallel work has a pool of its own.
@@ -141,7 +141,7 @@ def _answer(messages: Connection[Any, Any], run: _Run, say: Say) -> tuple[str, A
 
 
 def _reaped(child: int) -> int:
-    """Kill the child unless it has ended by itself within a second; return its exit status."""
+    """Kill the child unless it ends by itself within a second; return its exit status."""
     until_s = time.monotonic() + 1
     while time.monotonic() < until_s:
         found, status = os.waitpid(child, os.WNOHANG)
@@ -156,7 +156,7 @@ def _how(status: int, errors: str) -> str:
     code = os.waitstatus_to_exitcode(status)
     lines = [line for line in errors.splitlines() if line.strip()]
     how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-    causes = [line for line in lines if line.strip().startswith(_CPP_CAUSE)]  # above a long stack
+    causes = [line for line in lines if line.strip().startswith(_CPP_CAUSE)]  # before a long stack
     return f"{how}: {(causes or lines)[-1].strip().removeprefix(_CPP_CAUSE).strip()[:200]}" if lines else how
 
 
@@ -207,7 +207,7 @@ def _report(work: Work, messages: Connection[Any, Any]) -> None:
 
 
 def _set_limits() -> None:
-    """Disable core dumps, and limit the memory: else the kernel might kill any process when it runs out."""
+    """Disable core dumps, and limit the memory: if it ran out, the kernel might kill another process."""
     import resource  # noqa: PLC0415  # Windows has none
 
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -221,6 +221,6 @@ def _set_limits() -> None:
 
 
 def _bytes_of(file: Path, name: str) -> int:
-    """Return the size on the line that begins with `name`, which has it in KiB; LookupError without one."""
+    """Return the size, in bytes, that the line beginning with `name` has in KiB; LookupError without one."""
     lines = [line.split() for line in file.read_text().splitlines() if line.startswith(name)]
     return int(lines[0][1]) * 1024

@@ -14,7 +14,7 @@ from torchere.archiver.models.measure.difference import are_equal, channels_of
 
 _ROUNDED = (torch.float16, torch.bfloat16, torch.quint8, torch.qint8, torch.qint32)
 _FLOOR = 1e-3  # lower bound of an output's largest magnitude, so that tiny outputs keep a tolerance
-# Values this large, and this many times an output's median, are fillers (-1e9) and do not set its scale.
+# Magnitudes of at least 1e4 and at least 100 times an output's median are fillers (such as -1e9).
 _FILLED, _TIMES = 1e4, 100
 
 
@@ -53,8 +53,8 @@ class Precision:
 
 
 def largest_magnitude(values: torch.Tensor) -> float:
-    """Return the largest magnitude that is not a filler; a filler counts once, however often it occurs."""
-    found = torch.unique(values[values.isfinite()].abs())
+    """Return the largest magnitude of the finite values that are not fillers; 0 if there is none."""
+    found = torch.unique(values[values.isfinite()].abs())  # many equal fillers count once in the median
     if not found.numel():
         return 0.0
     return float(found[found < max(_FILLED, _TIMES * float(found.median()))].max())

@@ -1,4 +1,4 @@
-"""Checks that the rows of a batch, which are of different clients, do not affect one another."""
+"""Checks that the rows of a batch, which may be different clients', do not affect one another."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def shuffled(tensor: torch.Tensor) -> torch.Tensor:
     """Return the values rolled by one along the last dimension, except padding; sums stay the same.
 
     In integers, padding is every 0 and every value equal to the last one of its row; masks consist of such
-    values only, and stay.
+    values only, and stay as they are.
     """
     if tensor.is_floating_point() and tensor.dim():
         return tensor.roll(1, -1)
@@ -39,7 +39,7 @@ def shuffled(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def others(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the rows in another order; a single row stays."""
+    """Return the rows in another order; a single row stays as it is."""
     return tensor.roll(1, 0)
 
 
@@ -67,7 +67,7 @@ def _largest(tensor: torch.Tensor) -> int:
     return int(tensor.to(torch.int64).max())  # torch has no maximum of larger unsigned types
 
 
-# The first uses only values of the example.
+# The first variation uses only values of the example.
 VARIATIONS: tuple[Variation, ...] = (shuffled, larger, opposite)
 _MOST_ALONE = 3  # rows of the example that are run without the others
 
@@ -93,13 +93,13 @@ class Trial:
 def refuse_mixing(trial: Trial, size: int, takes_one: bool = False) -> None:
     """Raise ModelRefused when a row's result depends on the other rows of the batch.
 
-    Rows of the example are run after and before rows of other values, and these alone: a model that crops its
-    texts to the longest row, or takes the largest of a count, may answer the rows of the example alike.
+    Rows of the example are run after and before rows of other values, which are also run alone: if a model
+    crops texts to the longest row, or takes a maximum of the batch, only these may get another result.
 
     Args:
         trial: every input of the example has the batch as its first dimension.
         size: size of the batches to try, which the model takes.
-        takes_one: the model takes a batch of one, too: rows of the example are compared without the others.
+        takes_one: the model takes a batch of one, too, so rows of the example are also run alone.
 
     Raises:
         ModelRefused: a result depends on the other rows. Other values on which the model fails are skipped.
@@ -134,7 +134,7 @@ def _mixing(output: str) -> ModelRefused:
 
 
 def _alone(trial: Trial, variation: Variation, count: int) -> Named | None:
-    """Return the answers to rows of other values without rows of the example; None if there are none."""
+    """Return the results of rows of other values alone; None if there are no such rows, or they fail."""
     try:
         return trial.answers(_strangers(trial.example, variation, count)) if count else None
     except ModelRefused:
@@ -146,7 +146,7 @@ def _differing(
 ) -> str | None:
     """Return the output that rows of another client change, or None.
 
-    Rows of the example are at `kept`; `alone` has the answers to the others without them.
+    Rows of the example are at `kept`; `alone` has the results of the other rows when run without them.
     """
 
     def answers(variation: Variation) -> Named:
