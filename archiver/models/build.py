@@ -184,7 +184,7 @@ class _Job:
 
     @property
     def file(self) -> Path | None:
-        """The file of the original model; None if that is a folder, or a class alone."""
+        """The file of the original model: its weights, or else its class; None for a folder or a factory."""
         return self.model.source if self.model.source.is_file() else None
 
     @property
@@ -199,9 +199,9 @@ class _Job:
 
 
 def _as_served(trial: Trial) -> Run:
-    """Return TorchScript freshly loaded: probing has run it on shapes that a server does not begin with.
+    """Return TorchScript loaded anew, because probing has run it on shapes that a server does not begin with.
 
-    An exported program that keeps state gets buffers of its own: it shares those of the original.
+    An exported program that keeps state is copied, because it shares its buffers with the original.
     """
     if isinstance(trial.packed.run, ServedProgram) and trial.packed.run.keeps_state:
         return copy.deepcopy(trial.packed.run)
@@ -256,13 +256,13 @@ class _Compilation:
         return _finished(Built(trial.packed.file, None, config, trial.packed.beside), signature, self.say)
 
     def _best(self, job: _Job, methods: Sequence[str]) -> Trial:
-        """Quantise the model by each method, and return the best of the forms with its report."""
+        """Quantise the model by each method, and return the best form with its report."""
         method = str(self.options.quantize)
         trials: list[Trial] = []
         failures: dict[str, str] = {}  # reasons by method
         fp32 = self._in_fp32(job) if self.options.verify else None
         if method == AUTO and fp32 is not None:
-            trials.append(self._verified(job, fp32, None))  # the others are compared with it
+            trials.append(self._verified(job, fp32, None))  # the other trials are compared with it
         for number, name in enumerate(methods, 1):
             if len(methods) > 1:
                 self.say(f"candidate {number} of {len(methods)}: {name}")
@@ -281,9 +281,9 @@ class _Compilation:
         return chosen
 
     def _in_fp32(self, job: _Job) -> Trial | None:
-        """Return the model as packed without `quantize`, to measure the gain; None without such a model.
+        """Return the model packed without `quantize`, to measure the gain; None if it can't be made so.
 
-        For AOTInductor it is made as TorchScript, which compiles in a second; not under `auto`, which may
+        For AOTInductor it is made as TorchScript, which compiles in a second, except under `auto`, which may
         choose to pack it.
         """
         method, target = self.options.quantize, self.options.model_format
@@ -300,7 +300,7 @@ class _Compilation:
             return None
 
     def _made(self, job: _Job, method: str, quick: str | None = None) -> Trial:
-        """Make one form of the model, in the format `quick` if it is given, else in that of the options."""
+        """Make one form of the model, in the format `quick` or, without it, in the format of the options."""
         target = quick or str(self.options.model_format)
         options = replace(
             self.options,
@@ -321,7 +321,7 @@ class _Compilation:
             say=self.say,
             script=quantised.script if quantised else None,
         )
-        # Run the packed model, not the source, because compiling makes every size without an option constant.
+        # Run the packed model, not the source: compiling fixes every size for which no option is given.
         with step(self.say, "trying sizes and batches"):
             signature = signature_of(
                 packed.run,
@@ -332,7 +332,7 @@ class _Compilation:
                 say=self.say,
                 scales_by_batch=method == "int8-dynamic",
             )
-        # A trace in fp32 is compared when it is made.
+        # TorchScript in fp32 was already compared with the original when it was made.
         if self.options.verify and not self.options.accept_drift and (quantised or target != TORCHSCRIPT):
             limit = self._limit(job, None if method == FP32 else method)
             with unchanged_buffers(job.model.module):
@@ -342,7 +342,7 @@ class _Compilation:
         return Trial(method, packed, load, signature, quantised)
 
     def _limit(self, job: _Job, method: str | None) -> float:
-        """Return the largest drift that is allowed; `method` None is no quantisation."""
+        """Return the largest drift that is allowed; `method` is None without quantisation."""
         limit = self.options.max_drift
         return drift_limit(max_drift_of(method), job.model.module) if limit is None else limit
 
@@ -357,7 +357,7 @@ class _Compilation:
         return self.source.module, example
 
     def _quantised(self, job: _Job, method: str) -> Quantised:
-        told = functools.cache(self.say)  # each line once: all traced candidates give the same ones
+        told = functools.cache(self.say)  # each line once: all traced candidates report the same lines
         compiled = functools.partial(
             to_torchscript,
             sizes=job.sizes,
@@ -428,7 +428,7 @@ class _Compilation:
         return replace(load, optimize_for_inference=gain.is_worthwhile)
 
     def _verified(self, job: _Job, trial: Trial, fp32: Trial | None) -> Trial:
-        """Return the trial with its report: outputs against the original's, times against fp32's."""
+        """Return the trial with its report: outputs compared with the original's, times with fp32's."""
         module = job.model.module
         verifying = step(self.say, f"verifying ({trial.method})")
         with verifying, unchanged_buffers(module), job.samples.named(module):
@@ -481,7 +481,7 @@ class _Compilation:
         return self.options.model_format in (EXPORT, AOTI) and self.options.dynamic_batch is None
 
     def _tell_batch(self, signature: Signature, reasons: Sequence[str]) -> None:
-        """Say how the batch can vary, or why not: `reasons` is of the original that takes no batches."""
+        """Say how the batch can vary, or why it can't: `reasons` why the original takes no batches."""
         if self._has_fixed_batch and not signature.batched:
             lets_vary = "it takes the batch size of the example only; --dynamic-batch 1:64 lets it vary"
             self.say(reasons[-1] if reasons else lets_vary)
