@@ -14,7 +14,7 @@ from typing import BinaryIO, Literal, Protocol
 
 from torchere.archiver.errors import ArchiveError
 
-# Which entry names may stand in an archive. Pure functions, used when packing and when reading.
+# Rules for the names of entries. Pure functions, used when packing and when reading.
 #
 # An entry name is a relative POSIX path. The same rules hold for both directions, so that nothing can be
 # packed that could not be read back.
@@ -61,13 +61,13 @@ def first_clash(names: Iterable[str]) -> tuple[str, str] | None:
     """Find two file names that cannot both be unpacked.
 
     On some file systems they are the same name (see `folded`), or one is a parent folder of the other. The
-    time is in proportion to the length of the names, however deep they are.
+    time grows with the length of the names, not with the depth of the folders.
     """
     seen: dict[str, str] = {}
     for name in names:
         if (other := seen.setdefault(folded(name), name)) is not name:
             return other, name
-    # With the slash below every other character, a folder's files follow directly on its name.
+    # Sorted with the slash before every other character, a folder's files directly follow its name.
     for key, after in pairwise(sorted(seen, key=lambda key: key.replace("/", "\0"))):
         if after.startswith(f"{key}/"):
             return seen[key], seen[after]
@@ -94,7 +94,7 @@ class Entry:
 
     name: str
     size: int  # bytes after unpacking, as declared; streaming fails when the data differs
-    stored_size: int  # bytes in the archive; for gzip, which packs the whole, the same as `size`
+    stored_size: int  # bytes in the archive; for gzip, which compresses it as a whole, the same as `size`
     method: Method
     # Where the data begins in its file (zip, folder); None in a .tar.gz, which is compressed as a whole.
     offset: int | None = None
@@ -176,7 +176,7 @@ class Intake:
 
 
 def identity_of(file: BinaryIO) -> tuple[int, ...]:
-    """Return the identity of an open file, which is another after the file was replaced or rewritten."""
+    """Return the identity of an open file, which changes when the file is replaced or rewritten."""
     status = os.fstat(file.fileno())
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 

@@ -21,8 +21,8 @@ from torchere.archiver.container.entries import CHUNK_BYTES
 from torchere.archiver.manifest import EPOCH_S
 
 ALIGNMENT = 64  # bytes: a cache line, and the alignment of torch.save inside a .pt
-PAGE_BYTES = 4096  # larger entries begin at a page: a server can map them where they are
-PAGED_FROM_BYTES = 2**20
+PAGE_BYTES = 4096  # the alignment of large entries, which a server can then map in place
+PAGED_FROM_BYTES = 2**20  # the smallest large entry
 FILE_MODE = 0o644
 # From this size the local header gets 64-bit sizes. Python's zipfile adds them by itself above 2 GiB / 1.05;
 # a lower limit leaves the decision to this module, whose padding depends on it.
@@ -56,7 +56,7 @@ class Sink(Protocol):
 class _Zip(zipfile.ZipFile):
     """A zip file that only `close` completes, never the garbage collector.
 
-    An abandoned file is to be removed, so completing it is useless. After a signal in the middle of an entry,
+    An abandoned file will be removed, so completing it is useless. After a signal in the middle of an entry,
     completing it would also fail, with an error that hides why the file was abandoned.
     """
 
@@ -84,7 +84,7 @@ class ZipSink:
             info.extra = _padding(self._file.tell(), name, wide, alignment)
         with self._archive.open(info, "w", force_zip64=wide) as entry:
             shutil.copyfileobj(source, entry, CHUNK_BYTES)
-        info.extra = b""  # the padding belongs to the local header; the central directory is written later
+        info.extra = b""  # the padding is not for the central directory, which is written later
 
 
 class TarSink:

@@ -22,15 +22,15 @@ from torchere.archiver.errors import ArchiveError
 
 # The records of a gzip-packed tar, read from front to back with bounded memory.
 #
-# The standard library parses single headers; the loop around them is here, because `tarfile` believes the
-# size of an extended header before it reads it, and because nothing but plain files and directories is
-# wanted.
+# The standard library parses single headers. The loop over the headers is written here, because `tarfile`
+# reads as many bytes as an extended header claims to have, and because only plain files and directories are
+# accepted.
 
 BLOCK_BYTES = 512
 MAX_EXTENDED_BYTES = 2**16  # a long name or a set of pax records
 MAX_EXTENDED_IN_A_ROW = 4
-MAX_PAX_RECORDS = 128  # of one header; writers make fewer than ten
-MAX_PADDING_BYTES = 2**20  # zeros behind the end; GNU tar pads to 10 KiB
+MAX_PAX_RECORDS = 128  # limit on the records of one header; usual tar programs write fewer than ten
+MAX_PADDING_BYTES = 2**20  # limit on the zeros after the last entry; GNU tar pads archives to 10 KiB
 
 _PAX, _PAX_GLOBAL, _LONG_NAME = tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.GNUTYPE_LONGNAME
 _KINDS = {
@@ -62,7 +62,7 @@ class TarStream:
         self._path = path
         self._packed = gzip.GzipFile(fileobj=file, mode="rb")
         self._left_bytes = 0  # of the current file's data
-        self._padding_bytes = 0  # behind it, up to a full block
+        self._padding_bytes = 0  # after the data, up to a full block
 
     def headers(self) -> Iterator[Header]:
         """Yield one header after the other; unread data is skipped."""
@@ -106,7 +106,7 @@ class TarStream:
         raise self._refuse("too many extended headers in a row")
 
     def _extend(self, extended: dict[str, str], more: dict[str, str]) -> None:
-        """Add the records of one more extended header; readers differ in which of two counts."""
+        """Add the records of one more header; refuse two values of a key, because readers use either."""
         for key, value in more.items():
             if extended.setdefault(key, value) != value:
                 values = f"{extended[key]!a:.80} and {value!a:.80}"
@@ -244,7 +244,7 @@ class TarContainer:
         intake = Intake(self._path, limits)
         headers = []
         for found in stream.headers():
-            header = found._replace(name=found.name.removeprefix("./"))  # of `tar -C folder .`
+            header = found._replace(name=found.name.removeprefix("./"))  # from `tar -C folder .`
             if header.name != "." or not header.is_directory:
                 self._put(header, header.name, intake)
                 headers.append(header)

@@ -32,7 +32,7 @@ from torchere.archiver.errors import ArchiveError
 ENCRYPTED_FLAGS = 0x0001 | 0x0040 | 0x2000  # encrypted, strongly encrypted, masked headers
 PATCHED_FLAG = 0x0020
 DESCRIPTOR_FLAG = 0x0008  # CRC and sizes follow the data
-_UTF8_FLAG = 0x0800  # the name is UTF-8; says nothing of one in ASCII
+_UTF8_FLAG = 0x0800  # the name is UTF-8; has no meaning for a name in ASCII
 STORED, DEFLATED = 0, 8
 MAX_RAW_NAME_BYTES = 4096  # keeps the index of a full archive small; entries.py allows much less
 
@@ -103,7 +103,7 @@ def read_directory(file: BinaryIO, file_size: int) -> Directory:
 
 
 def _read_wide_end(file: BinaryIO, end_at: int) -> tuple[int, ...] | None:
-    """Read the 64-bit end record, which precedes the plain one with its locator; None for a 32-bit zip.
+    """Read the 64-bit end record, which precedes its locator and the plain one; None for a 32-bit zip.
 
     Return the same values as in the plain record, with 64 bits each.
     """
@@ -189,7 +189,7 @@ def _widened(extra: bytes, values: tuple[int, ...]) -> tuple[int, ...]:
 
 def _check_other_name(extra: bytes, name: bytes) -> None:
     """Refuse another name in an extra field, because Info-ZIP and newer Pythons use that name instead."""
-    for field in _extra_fields(extra, _NAME_EXTRA):  # of several the last one counts, for Python
+    for field in _extra_fields(extra, _NAME_EXTRA):  # Python uses the last of several; all are checked
         other = field[_NAME_EXTRA_HEAD_BYTES:]
         if other not in (b"", name):
             raise Malformed(f"its extra field names it {other[:80].decode(errors='replace')!a} instead")
@@ -221,10 +221,10 @@ def _exactly(file: BinaryIO, size: int) -> bytes:
 # Errors of Python's zipfile for a file that is damaged, or packed by an unknown method.
 DAMAGED = (zipfile.BadZipFile, EOFError, NotImplementedError, lzma.LZMAError, zlib.error)
 _REPACK = "pack the archive again"
-_MAX_RECORDS = 100_000  # of one file of weights
+_MAX_RECORDS = 100_000  # limit for one file of weights
 _EMPTY_DEFLATED_BYTES = 2  # some tools "compress" directories
 # Chunk size of stored data. Each chunk takes the GIL, which a starting server holds while it imports modules:
-# with chunks of 1 MiB, unpacking 400 MB beside it took 0.1 s longer.
+# with chunks of 1 MiB, unpacking 400 MB at that time took 0.1 s longer.
 _COPIED_BYTES = 2**23
 
 
@@ -272,7 +272,7 @@ def check_zip(file: BinaryIO, size: int, max_entries: int = _MAX_RECORDS) -> Non
     Args:
         file: the whole file, which need not have a name.
         size: its size in bytes.
-        max_entries: a file with more is refused as well, before any is read.
+        max_entries: a file with more entries is refused, too, before any of them is read.
     """
     path = Path("model")
     _Indexer(path, file, Intake(path, ArchiveLimits(max_entries=max_entries))).entries(size)
