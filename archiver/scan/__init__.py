@@ -17,10 +17,10 @@ class UnsafeModel(ValueError):
 
 @contextmanager
 def checked_zip(file: BinaryIO, size: int) -> Iterator[zipfile.ZipFile]:
-    """Open the zip of a model, of which torch and Python, whose readers differ, see the same records.
+    """Open the zip of a model after checking that torch's reader and Python's see the same records in it.
 
     Raises:
-        UnsafeModel: the file is damaged, as opening it or the block shows.
+        UnsafeModel: opening the file, or reading it in the block, shows that it is damaged.
     """
     try:
         check_zip(file, size)

@@ -48,7 +48,7 @@ def check_program(file: BinaryIO, size: int, allow_pickle: bool = False) -> None
         allow_pickle: do not check the pickles in it.
 
     Raises:
-        UnsafeModel: it could, or the file is damaged or is no exported program.
+        UnsafeModel: it could, or the file is damaged or not an exported program.
     """
     file.seek(0)
     with checked_zip(file, size) as archive:
@@ -189,9 +189,9 @@ def _refuse(what: str, found: Any, reason: str) -> NoReturn:
 #
 # torch evaluates sizes by sympy, which calls Python's `eval`, and guards as Python. It writes sums,
 # products and comparisons of symbols, as functions of sympy's and of its own
-# (torch/utils/_sympy/functions.py). A size that comes of a logarithm or a sine has become a number by
-# then; to sympy these are symbols, of which `floor(exp(exp(20)))` asks for more digits than there is
-# memory.
+# (torch/utils/_sympy/functions.py). torch has already turned a size from a logarithm or a sine into a
+# number; sympy would keep such functions as symbols, and for `floor(exp(exp(20)))` compute more digits
+# than fit into memory.
 
 _NO_SIZES = "expected an expression of sizes"
 _MAX_LENGTH = 10_000
@@ -244,7 +244,7 @@ _NODES = (
 
 
 def check_expression(what: str, text: object) -> None:
-    """Raise UnsafeModel unless the text, which is `what`, only computes and compares sizes, at little cost.
+    """Raise UnsafeModel, about `what`, unless the text only computes and compares sizes, at little cost.
 
     It may call the functions listed here, and tensor methods such as size(). Powers have small constant
     exponents: `9**9**9**9` would occupy a processor for ever.

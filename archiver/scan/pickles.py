@@ -87,7 +87,7 @@ def is_pickle(file: BinaryIO) -> bool:
 def imported_names(data: bytes) -> list[str]:
     """Return every `module.name` that unpickling imports; `UNKNOWN` for one that the opcodes do not show.
 
-    torch's old format is five pickles, one after the other, and raw numbers behind them.
+    torch's old format is five pickles, one after the other, and raw numbers after them.
     """
     names: list[str] = []
     stream = io.BytesIO(data)
@@ -170,7 +170,7 @@ def _collect(file: BinaryIO, found: set[str], depth: int, also: frozenset[str]) 
 
 
 def _inner(data: bytes, depth: int, also: frozenset[str]) -> set[str]:
-    """Return the foreign names of a pickle, or of a zip with pickles; torch.load decides alike."""
+    """Return the foreign names of a pickle, or of a zip with pickles, told apart as by torch.load."""
     found: set[str] = set()
     if data.startswith(b"PK\3\4") and depth:
         check_zip(io.BytesIO(data), len(data))  # so that torch finds the same pickles in it

@@ -16,8 +16,8 @@ from typing import BinaryIO
 from torchere.archiver.scan import UnsafeModel, checked_zip
 
 FILE_OPERATORS = frozenset({"save", "load", "from_file", "read_file", "write_file"})
-_MAX_SOURCE_BYTES = 2**28  # of one source file
-# Nearly all sources have none of these, and are not split into tokens.
+_MAX_SOURCE_BYTES = 2**28  # limit for one source file
+# A source without any of these, as nearly all are, need not be split into tokens.
 _SUSPECT = re.compile(
     rb"\b(?:save|from_file|read_file|write_file|load)\b|\btorch\b(?!\.\w)|\bops\b(?!\.\w+\.\w)"
 )
@@ -30,8 +30,8 @@ def check_script(file: BinaryIO, size: int) -> None:
     """Raise UnsafeModel when the code of a TorchScript file calls an operator that reads or writes files.
 
     Args:
-        file: the whole file, which must be a zip as torch.jit.save writes it. torch also reads a zip behind
-            other bytes, and a flatbuffer, whose code is not text.
+        file: the whole file, which must be a zip as torch.jit.save writes it. torch would also read a zip
+            that follows other bytes, and a flatbuffer, whose code is not text.
         size: its size in bytes.
     """
     file.seek(0)

@@ -1,7 +1,7 @@
 """Detects the kind of a weights file, and whether reading it runs a pickle, from its bytes alone.
 
-Nothing is loaded or unpickled, and file names do not count. TorchScript and `torch.save` files are zips,
-recognised by the names of their records.
+Nothing is loaded or unpickled, and file names are ignored. TorchScript and `torch.save` files are zips, which
+are recognised by the names of their records.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torchere.archiver.scan.exported_program import OLD_PROGRAM, check_program
 from torchere.archiver.scan.pickles import MAX_PICKLE_BYTES, foreign_names_in, is_pickle
 from torchere.archiver.scan.torchscript import check_script
 
-HEAD_BYTES = 16  # the kinds that are no zip and no pickle are known by these
+HEAD_BYTES = 16  # first bytes of a file, which identify the kinds that are neither a zip nor a pickle
 SUFFIXES = frozenset(
     {".pt", ".pth", ".pt2", ".bin", ".ckpt", ".jit", ".pkl", ".pickle", ".onnx", ".so", ".safetensors"}
 )
@@ -31,8 +31,8 @@ _COMPILED_FOLDER = "data/aotinductor/"  # of one model or several, each in a fol
 _MAX_LISTED = 100_000
 _NATIVE = "runs as native code in a worker process"
 _PICKLE_RISK = "its pickle can run any Python code unless read with weights_only"
-_MAX_HEADER_BYTES = 100_000_000  # of safetensors: its own limit
-# ModelProto begins with field 1, ir_version; the next field is one of its others (onnx.proto).
+_MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit for its header
+# First key bytes of the fields that may follow field 1, ir_version, in ONNX's ModelProto (onnx.proto).
 _ONNX_SECOND_FIELDS = frozenset(b"\x12\x1a\x22\x28\x32\x3a\x42\x72\xa2\xca")
 
 
@@ -47,7 +47,7 @@ class Weights:
     name: str
     kind: str
     pickled: bool
-    risk: str  # the code that reading it may execute, as a sentence's end
+    risk: str  # the code that reading it may execute, as the end of a sentence
     foreign: tuple[str, ...] = ()
 
 
@@ -85,7 +85,7 @@ def _known_by_head(name: str, head: bytes) -> Weights | None:
 
 
 def _begins_as_pickle(head: bytes) -> bool:
-    # No opcode is less than "(": safetensors with a header of 128 bytes begin with 0x80, too.
+    # Safetensors with a 128-byte header begin with 0x80, too, but their third byte is 0, below any opcode.
     return head.startswith(b"\x80") and head[1:2] <= b"\x05" and head[2:3] >= b"("
 
 
@@ -93,7 +93,7 @@ def classify_file(path: Path) -> Weights:
     """Classify a file on disk.
 
     Raises:
-        ArchiveError: it is no regular file.
+        ArchiveError: it is not a regular file.
         OSError: it can't be read.
     """
     with open_regular(path) as file:
