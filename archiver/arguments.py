@@ -72,6 +72,6 @@ def explained(parser: argparse.ArgumentParser, description: str, examples: str) 
 
 
 def _suggestion(word: str, known: Collection[str]) -> str:
-    # With argparse's dashes, and the default of 0.6, --port would be near to --format.
+    # With the default cutoff of 0.6, --port would count as near to --format, because both have dashes.
     near = difflib.get_close_matches(word.partition("=")[0], known, n=1, cutoff=0.75)
     return f"; did you mean {near[0]}?" if near else ""

@@ -1,7 +1,7 @@
 """The command lines: `torch-model-archiver`, and `torchere archive`, `convert` and `inspect`.
 
 `torchere archive` has the flags of `torch-model-archiver`, and further flags that convert the model first.
-Only the latter need PyTorch. Only this module reads the environment (SOURCE_DATE_EPOCH) and prints.
+Only the further flags need PyTorch. Only this module reads the environment (SOURCE_DATE_EPOCH) and prints.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _SUFFIX_OF = {  # a server selects the loader by the suffix
     kinds.ONNX: ".onnx",
 }
 _NEED_A_CLASS = {kinds.TORCH_SAVE, kinds.PICKLE, kinds.SAFETENSORS}
-_LATEST_EPOCH_S = 253402300799  # the last second of the year 9999, the last one that has a date
+_LATEST_EPOCH_S = 253402300799  # the last second of 9999, the last year that Python's dates support
 _ENDS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name))
 
 
@@ -204,7 +204,7 @@ def check_weights(request: ArchiveRequest) -> None:
 
 
 def check_version(request: ArchiveRequest) -> None:
-    """Raise PackingError for a version that no server of this package takes; an empty one is the default."""
+    """Raise PackingError for a version that torchere's server refuses; an empty one means the default."""
     version = request.version or DEFAULT_VERSION
     if not is_version(version):
         raise PackingError(

@@ -35,7 +35,7 @@ from torchere.archiver.signature import SIGNATURE_NAME, common_limit, read_signa
 from torchere.archiver.writer import Progress, check_target, write_archive
 
 _BATCH_SIZE = re.compile(r"""^["']?batchSize["']?[ \t]*:[ \t]*["']?(\d+)""", re.MULTILINE)
-# Handlers that give the model the rows of a batch in one tensor; `tensor` gives it no more than it takes.
+# Handlers that pass all rows of a batch to the model in one tensor; `tensor` passes no more than it takes.
 _STACKING = frozenset({"base_handler", "densenet_handler", "image_classifier", "image_segmenter"})
 Say = Callable[[str], None]
 # Returns the function by which a handler turns the body of a request into inputs. The arguments are the
@@ -45,7 +45,7 @@ PrepareFor = Callable[[str, Path | None, Path | None], Prepare]
 
 
 def prepared(options: BuildOptions, request: ArchiveRequest, prepare_for: PrepareFor | None) -> BuildOptions:
-    """Return the options with the handler's preparation of bodies, for the example and the samples."""
+    """Return the options with the function by which the handler prepares bodies, for example and samples."""
     if prepare_for is None or not request.handler or request.runtime == "LSP":
         return options
     file = request.handler_file()
@@ -95,9 +95,9 @@ def pack_model(request: ArchiveRequest, options: BuildOptions, progress: Progres
 
 @contextmanager
 def signals_held() -> Iterator[None]:
-    """Hold Ctrl+C and the signals that end a process back until the end of the block, which imports torch.
+    """Hold back Ctrl+C and the signals that end a process until the end of the block, which imports torch.
 
-    The start of torch in C drops the exception that such a signal raises while it imports NumPy.
+    While torch's C code imports NumPy, it drops the exception that such a signal raises.
     """
     if not hasattr(signal, "pthread_sigmask"):  # Windows
         yield
@@ -106,7 +106,7 @@ def signals_held() -> Iterator[None]:
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)  # raises the exception of a signal that has come
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)  # raises the exception of a held signal
 
 
 def packed_line(path: Path) -> str:
@@ -229,7 +229,7 @@ def _converted(
         "torchere archive"
     )
     with naming_files_of(old.path, folder, advice):
-        # Compiled code can't be compiled again; its archive also holds the program it was compiled from.
+        # Compiled code can't be compiled again, but its archive also holds the program that it was made from.
         weights = FALLBACK_NAME if (folder / FALLBACK_NAME).is_file() else manifest.serialized_file
         options = replace(
             conversion_options(namespace),

@@ -106,7 +106,7 @@ def _given(members: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def created_on(epoch_s: int) -> str:
-    """Format seconds since 1970 as `createdOn`: `dd/mm/YYYY HH:MM:SS`, in UTC as local time differs."""
+    """Format seconds since 1970 as `createdOn`: `dd/mm/YYYY HH:MM:SS`, in UTC, because local times differ."""
     return time.strftime("%d/%m/%Y %H:%M:%S", time.gmtime(epoch_s))
 
 

@@ -39,8 +39,8 @@ Prepare = Callable[[bytes], Any]
 class BuildOptions:
     """A model and the conversion to apply to it; see `torchere archive --help` for each option.
 
-    `model_format` None keeps the format. It means TorchScript if the model is quantised, or if no server
-    loads it unchanged: a Hugging Face folder, a pickled module, a class made by `factory`.
+    `model_format` None keeps the format, except that a model becomes TorchScript if it is quantised, or if no
+    server loads it unchanged: a Hugging Face folder, a pickled module, a class made by `factory`.
     """
 
     serialized_file: Path | None = None
@@ -55,17 +55,17 @@ class BuildOptions:
     dynamic_sizes: tuple[str, ...] = ()  # "ids,mask:1=2:512"
     isa: str | None = None  # None: the instruction set of this machine
     allow_pickle: bool = False
-    strict: bool = True  # False: weights may be left out and missing
+    strict: bool = True  # False: weights may be unused or missing
     quantize: str | None = None
     samples: Path | None = None
     max_samples: int = MAX_SAMPLES  # limit on the files of a folder; the rest is not read
-    prepare: Prepare | None = None  # the handler's preparation of bodies, for the example and the samples
+    prepare: Prepare | None = None  # how the handler prepares bodies, for the example and the samples
     verify: bool = True
     max_drift: float | None = None  # None: the limit for the kind of conversion
     accept_drift: bool = False  # pack the model even if the verification refuses it
     accept_slower: bool = False  # pack a quantised model that is not faster than fp32
     config_file: Path | None = None
-    parallel: Split | None = None  # the ranks to serve the model with; they are tried
+    parallel: Split | None = None  # the ranks to serve the model with; packing tries them
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,7 @@ BUILT_IN_HANDLERS = (
     "text_embedding",
     "voice_activity",
 )
-"""Handlers that need no file, because our server has them."""
+"""Handlers that need no file, because torchere's server has them."""
 
 # Built into TorchServe 0.12's server: its archiver accepts them without a file, and so does this one.
 _BUILT_IN_PYTHON = frozenset({*BUILT_IN_HANDLERS, "dali_image_classifier", "vllm_handler", "trt_llm_handler"})
@@ -278,7 +278,7 @@ def check_model_name(model_file: Path) -> None:
     """Check that a server can import the model file, which it does by the file's name.
 
     Raises:
-        ModelRefused: the name has a point before its suffix, so an import takes its first part for a package.
+        ModelRefused: the name has a dot before its suffix, so an import takes its first part for a package.
     """
     if "." in model_file.stem:
         named = f"{model_file.stem.replace('.', '_')}{model_file.suffix}"

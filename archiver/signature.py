@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 SIGNATURE_NAME = "signature.json"
 FORMAT = 2  # the latest; 1 has no `batched`
-MAX_TEXT_BYTES = 2**20  # the largest text that a reader must accept; thousands of tensors
+MAX_TEXT_BYTES = 2**20  # the largest file that readers accept; enough for thousands of tensors
 MAX_DIMENSIONS = 64  # torch's own limit
 ANY = -1  # a free dimension; a free first dimension is the batch
 
@@ -87,7 +87,7 @@ class Limit:
 
 
 def common_limit(limits: Sequence[Limit]) -> Limit:
-    """Return the limit of the sizes that all these allow; for the dimension of the first of them."""
+    """Return the limit for the sizes that all of these allow, with the dimension of the first one."""
     return Limit(
         limits[0].dimension if limits else 0,
         max((limit.least for limit in limits), default=1),

@@ -72,7 +72,7 @@ class Split:
 
     @staticmethod
     def parse(text: str) -> Split:
-        """Return the value of the flag `--parallel`: `tensor=2,pipeline=2`, and styles as `up=colwise`.
+        """Parse the value of `--parallel`: `tensor=2,pipeline=2`, and styles of layers such as `up=colwise`.
 
         `weights=s3://bucket/key` names weights that are not in the archive.
 

@@ -78,7 +78,7 @@ class Input:
 
 
 def gather(request: ArchiveRequest) -> list[Input]:
-    """List the files of `request`, sorted by entry name, links followed.
+    """List the files of `request`, sorted by entry name; links are followed.
 
     Files get the names of `ArchiveRequest.name_of`; below a directory in `extra_files` the structure
     is kept, without hidden directories, `__pycache__` and `__MACOSX`. The unfinished output of another run is
@@ -240,7 +240,7 @@ def write_archive(request: ArchiveRequest, progress: Progress | None = None) -> 
 
 @contextmanager
 def _saying_what_does_not_fit(target: Path) -> Iterator[None]:
-    """Add the archive's path to a disk-full error that names no file, because several disks are in use."""
+    """Add the archive's path to a disk-full error that names no file, because there may be several disks."""
     try:
         yield
     except OSError as error:
@@ -298,7 +298,7 @@ def _add(sink: Sink, item: Input, request: ArchiveRequest, progress: Progress) -
 
 
 def _is_better_stored(name: str, file: IO[bytes], size: int) -> bool:
-    """Return whether compression is wasted: for weights by suffix, for large files by three samples."""
+    """Return whether to store the file uncompressed: weights by suffix, large files by three samples."""
     if os.path.splitext(name)[1].lower() in _WEIGHT_SUFFIXES:
         return True
     if size < _SAMPLED_FROM_BYTES:
