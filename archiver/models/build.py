@@ -481,7 +481,7 @@ class _Compilation:
         return self.options.model_format in (EXPORT, AOTI) and self.options.dynamic_batch is None
 
     def _tell_batch(self, signature: Signature, reasons: Sequence[str]) -> None:
-        """Say how the batch can vary, or why it can't: `reasons` why the original takes no batches."""
+        """Say how the batch can vary, or why it can't; `reasons` say why the original takes no batches."""
         if self._has_fixed_batch and not signature.batched:
             lets_vary = "it takes the batch size of the example only; --dynamic-batch 1:64 lets it vary"
             self.say(reasons[-1] if reasons else lets_vary)

@@ -83,7 +83,7 @@ def _registered(part: torch.nn.Module) -> set[str]:
 
 
 def _changing(values: Iterable[object], depth: int = 3) -> Iterator[Any]:
-    """Yield the lists, dicts and sets among the values and within them; `depth` ends a list in itself."""
+    """Yield the lists, dicts and sets among and within the values; the depth is limited for cyclic lists."""
     for value in values if depth else ():
         if type(value) in _CHANGING:
             yield value
@@ -119,8 +119,8 @@ def refuse_lost_state(
 def assigned_state(module: torch.nn.Module, run: Callable[[], object]) -> list[str]:
     """Return the names of the buffers and attributes to which a run assigns values that differ.
 
-    A tensor or number in a list, tuple or dict counts for the attribute that holds it. Changes within a
-    tensor do not count, and neither does a cache that gets an equal value.
+    A tensor or number in a list, tuple or dict counts as part of the attribute that holds it. Changes within
+    a tensor do not count, and neither does a cache that gets an equal value.
     """
     before = _by_name(module, _held)
     run()
@@ -221,7 +221,7 @@ def _within(name: str, value: object) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _nested(name: str, value: object, depth: int = 2) -> Iterator[tuple[str, object]]:
-    """Yield the value and its items, also those in lists of tuples; `depth` ends a list in itself."""
+    """Yield the value and its items, also in lists of tuples; the depth is limited for cyclic lists."""
     yield name, value
     if depth and isinstance(value, (list, tuple, dict)):
         items = value.items() if isinstance(value, dict) else enumerate(value)

@@ -69,7 +69,7 @@ def read_example(path: Path, *, doubles: bool = False, prepare: Prepare | None =
     """Read an example from one file.
 
     - JSON: a request of the Open Inference Protocol, an object of names and nested lists, or one nested list
-      (numbers with a point become FP32, others INT64).
+      (numbers with a decimal point become FP32, others INT64).
     - `.pt`: a tensor, or a tuple, list or dict of tensors; read by the weights-only unpickler.
     - `.npy`, `.npz`; FP64, which is NumPy's default, becomes FP32.
     - Any other file is the body of a request, which `prepare` turns into the model's inputs. Where the

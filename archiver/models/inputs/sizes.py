@@ -44,7 +44,7 @@ class FreeSize:
         return example[index].shape[dimension]
 
     def is_batch(self, example: Tensors) -> bool:
-        """Return whether this size is the first dimension of every input, whatever its name is."""
+        """Return whether this size is the first dimension of every input; its name does not matter."""
         return set(self.places) == {(index, 0) for index in range(len(example))}
 
     def option(self, names: Sequence[str]) -> str:
@@ -140,7 +140,7 @@ def batch_of(example: Tensors, bounds: tuple[int, ...]) -> FreeSize:
 def parse_free_size(text: str, names: Sequence[str], example: Tensors) -> FreeSize:
     """Parse a free size: `ids,mask:1=2:512` is dimension 1 of `ids` and `mask`, together, from 2 to 512.
 
-    A point may stand before the dimension: `ids,mask.1=2:512`. See `parse_range` for ranges.
+    A dot may replace the first colon: `ids,mask.1=2:512`. See `parse_range` for ranges.
 
     Raises:
         ModelRefused: the text has another form, or names an input or a dimension that does not exist.

@@ -21,7 +21,7 @@ from torchere.archiver.errors import ModelRefused
 logger = logging.getLogger(__name__)
 
 AT_ONCE = 16  # concurrent requests; S3 sends some 90 MB/s for each
-PART_BYTES = 8 << 20  # limit of one request, as AWS advises; smaller ones mostly wait for S3 to answer
+PART_BYTES = 8 << 20  # limit of one request, as AWS advises; smaller ones spend most time waiting for S3
 _STEP_BYTES = 1 << 18  # limit of one read from a response, because botocore holds a copy of the bytes
 _ATTEMPTS = 5  # for a response whose body breaks off; botocore retries a request without a response
 _PAUSE_S = 0.2  # before the second attempt; doubled before each further one

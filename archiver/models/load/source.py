@@ -1,6 +1,6 @@
-"""Recognises the kind of a user's model by its content, and reads it without running code in it.
+"""Recognises the kind of a user's model by its content and reads it; also chooses the example to run it on.
 
-The example that a model is run on is chosen here, too: the user's, the model's own, or the first sample.
+Only code that the user names (a class or a factory) or trusts (a pickle) is run.
 """
 
 from __future__ import annotations

@@ -27,8 +27,8 @@ from torchere.archiver.models.steps import errors_only
 
 GROUP = 32  # 4-bit weights of a row that share a scale and a zero, which add 1 bit to each weight
 _OUTPUTS_OF_4_BITS = 16  # torch's kernel supports multiples of this number
-# The inputs must be a multiple of it: otherwise torch's kernel reads beyond the weights. (`weightpack` in
-# int8mm_kernel.cpp steps by 16 inputs with AVX-512, by 8 with AVX2; an archive may meet any processor.)
+# The number of inputs must be a multiple of it: otherwise torch's kernel reads beyond the weights, since
+# `weightpack` in int8mm_kernel.cpp steps by 16 inputs with AVX-512 (8 with AVX2); servers may have either.
 INPUTS_OF_8_BITS = 16
 # Smaller layers stay in fp32: they are a small part of a file, and take longer to convert than to multiply.
 LARGE = 2**14
@@ -96,7 +96,7 @@ class Int4Linear(nn.Module):
 
     @classmethod
     def of(cls, layer: nn.Linear) -> Int4Linear:
-        """Quantise an fp32 layer that `fits_4_bits`."""
+        """Quantise an fp32 layer for which `fits_4_bits` is true."""
         groups = layer.weight.detach().reshape(layer.out_features, -1, GROUP)
         low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
         scales = ((high - low) / 15).clamp_min(_TINY).bfloat16().float()

@@ -105,7 +105,7 @@ def at_least_rounding(limit: float, dtype: torch.dtype) -> float:
 def drift_limit(limit: float, module: torch.nn.Module) -> float:
     """Return the drift limit for other forms of a module: `limit`, or more for float16 or bfloat16 weights.
 
-    Folding rounds these weights anew. Weights of 8 bits do not count: the module computes in another dtype.
+    Folding rounds these weights again. Weights of 8 bits do not count: the module computes in another dtype.
     """
     halves = {one.dtype for one in module.parameters()} & {torch.float16, torch.bfloat16}
     return max([limit, *(at_least_rounding(limit, dtype) for dtype in halves)])

@@ -172,9 +172,9 @@ def _signature(trial: Trial, names: Sequence[str], found: Sequence[tuple[FreeSiz
 def _limits(free: FreeSize, dimension: int, example: Tensors) -> list[Limit]:
     """Return a list with the limit of a free size; empty if every size is allowed.
 
-    A size in several places has a limit in any case, whose `name` says that they are equal; only the batch
-    needs none for that. A minimum of 2 counts as 1: torch.export records 2 for every size, and its programs
-    run with 1, too. A batch has no minimum, because a server assembles it from single rows.
+    A size in several places always has a limit, whose `name` says that they are equal; only the batch needs
+    no limit for that. A minimum of 2 counts as 1: torch.export records 2 for every size, and its programs run
+    with 1, too. A batch has no minimum, because a server assembles it from single rows.
     """
     is_first = free.is_batch(example)
     low = 1 if free.low <= 2 or is_first else free.low
