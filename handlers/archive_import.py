@@ -43,7 +43,7 @@ class ArchiveModules:
     def __init__(self, prefix: str, model_dir: str) -> None:
         self.prefix = prefix
         self.model_dir = model_dir
-        self.path = [model_dir]  # folders with its modules, the first one first
+        self.path = [model_dir]  # folders with its modules, in search order
         self.is_alone = False  # `give_plain_names` sets it: the process hosts no other archive
         self._owned: set[str] = set()
         self._importlib = _ArchiveImportlib(self)
@@ -110,7 +110,7 @@ class ArchiveModules:
         return False
 
     def _holds(self, spec: ModuleSpec) -> bool:
-        """Return whether a found module lies in the archive, whose folder handlers put on `sys.path`."""
+        """Return whether a found module lies in the archive: handlers may put its folder on `sys.path`."""
         places = [spec.origin] if spec.has_location else list(spec.submodule_search_locations or ())
         return bool(places) and all(
             Path(place or "").resolve().is_relative_to(self.model_dir) for place in places
@@ -161,9 +161,9 @@ class _ArchiveLoader(SourceFileLoader):
         self._archive = archive
 
     def get_filename(self, name: str | None = None) -> str:
-        """Return the source file, whichever of its names the module is requested by.
+        """Return the path of the source file, whichever of the module's names is given.
 
-        The import system finds code and source by it.
+        The inherited method refuses all names but `self.name`, and `exec_module` passes the plain one.
         """
         return super().get_filename(self.name)
 
@@ -173,7 +173,7 @@ class _ArchiveLoader(SourceFileLoader):
         if not self._archive.has_plain_name(plain):
             super().exec_module(module)
             return
-        # Set before its code runs: classes, pickles and loggers are named by it, also in child processes.
+        # Set before the code runs: classes, loggers and pickles take this name, also in child processes.
         module.__name__ = plain
         is_reload = plain in sys.modules
         sys.modules[plain] = module
@@ -258,7 +258,7 @@ def forget_archive(model_dir: str) -> None:
 def _drop_unpacked_no_more() -> None:
     """Drop the archives whose folder is gone. The caller holds `_lock`.
 
-    A thread that was still loading when its version was forgotten may have opened one.
+    Such an archive is opened by a thread that is still loading when its version is forgotten.
     """
     for model_dir in [one for one in _archives if not os.path.isdir(one)]:
         _drop(_archives.pop(model_dir))
@@ -323,8 +323,8 @@ def _safe(name: str) -> str:
 class _PlainNameFinder:
     """First finder in the meta path; it resolves only names that nothing else in the process has.
 
-    Otherwise the import system would find the modules a second time, in the folder of the archive, which is
-    on `sys.path`, and in the `__path__` of its packages.
+    A later finder would let the import system load the modules a second time, from the archive's folder on
+    `sys.path` or from the `__path__` of its packages.
     """
 
     def __init__(self, archive: ArchiveModules) -> None:

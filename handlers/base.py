@@ -59,7 +59,7 @@ class BaseHandler:
     """
 
     names_classes = True  # answers use names from index_to_name.json; a missing file is logged
-    # For subclasses that neither call this `__init__` nor load with this `initialize`.
+    # Defaults for subclasses that call neither this `__init__` nor this `initialize`.
     context: Any = None
     model_yaml_config: Any = MappingProxyType({})
 
@@ -169,7 +169,7 @@ class BaseHandler:
         )
 
     def _load_package(self, path: str, model_dir: str) -> Any:
-        # Code for the CPU would use GPU addresses as its own.
+        # Code for the CPU would use GPU addresses as CPU addresses.
         if self.map_location != "cpu" and aot.is_for_cpu(path):
             self._use_device(CPU)
         if self.map_location == "cuda":
@@ -225,7 +225,7 @@ class BaseHandler:
         """Convert the rows of a batch to the model's input; here the rows must be numbers already.
 
         Args:
-            data: one row per request; with an envelope its payload, without one a dict.
+            data: a dict for each request, or the items that an envelope unwrapped.
 
         Returns:
             A tensor on the handler's device, first dimension the batch.
@@ -254,7 +254,7 @@ class BaseHandler:
         """
         started = time.perf_counter()
         self.context = context
-        if self._is_describe():  # its row is empty
+        if self._is_describe():  # the row of such a request is empty
             output = [self.describe_handle()]
         elif os.environ.get("ENABLE_TORCH_PROFILER"):
             output, _ = self._infer_with_profiler(data)
@@ -282,7 +282,7 @@ class BaseHandler:
         return answers
 
     def _give_up_if_unwanted(self) -> None:
-        give_up = getattr(self.context, "give_up_if_unwanted", None)  # contexts of users' tests have none
+        give_up = getattr(self.context, "give_up_if_unwanted", None)  # contexts of users' tests lack it
         if give_up is not None:
             give_up()
 
@@ -310,11 +310,11 @@ class BaseHandler:
     def explain_handle(self, data_preprocess: Any, raw_data: Any) -> Any:
         """Explain the answers with `get_insights(model input, raw input, target)`.
 
-        Requests with one target are explained together; the raw input is the first one's. Else each is
-        explained by itself.
+        Requests with the same target are explained in one call, with the raw input of the first request;
+        otherwise each request is explained on its own.
 
         Raises:
-            PredictionException: 400, this kind of handler can't explain.
+            PredictionException: 400, the handler has no method `get_insights`.
         """
         get_insights = getattr(self, "get_insights", None)
         if get_insights is None:
@@ -364,13 +364,13 @@ def _input_of(row: Any) -> Any:
 
 
 def _target_of(row: Any) -> Any:
-    """Return the target of an explanation; that of a tensor as a number or a list."""
+    """Return the target of an explanation; a tensor becomes a number or a list."""
     target = row.get("target") if isinstance(row, dict) else None
     return (target.tolist() if isinstance(target, (np.ndarray, np.generic, torch.Tensor)) else target) or 0
 
 
 def _are_one(targets: list[Any]) -> bool:
-    """Whether one call can explain them: a list would be taken for the targets of several requests."""
+    """Return whether one call can explain all; a target that is a list would be read as one per request."""
     first = targets[0]
     alike = all(type(target) is type(first) and target == first for target in targets)
     return len(targets) == 1 or (alike and not isinstance(first, (list, tuple)))
@@ -378,7 +378,7 @@ def _are_one(targets: list[Any]) -> bool:
 
 # Convert nested lists of numbers to a tensor like `torch.as_tensor`, six times as fast.
 #
-# The lists are as JSON has them. `torch.as_tensor` checks the type of each number in turn; NumPy does it
+# The lists are those of parsed JSON. `torch.as_tensor` checks the type of each number in turn; NumPy does it
 # in one tight loop (for 32 rows of 64 floats, 460 us and 75 us).
 
 
@@ -397,7 +397,7 @@ def tensor_of(data: Any, device: torch.device | str | None = None) -> torch.Tens
 
 
 def _numbers(data: list[Any]) -> np.ndarray[Any, np.dtype[Any]] | None:
-    """Return the lists as a NumPy array; None where PyTorch might find another kind of number."""
+    """Return the lists as a NumPy array; None where PyTorch might choose another datatype."""
     first: Any = data
     while type(first) is list and first:
         first = first[0]

@@ -1,4 +1,4 @@
-"""The names of built-in handlers and envelopes, and the tensors of handlers that differ from their models'.
+"""Names of built-in handlers and envelopes, and the signatures of handlers that differ from the model's.
 
 The server decides by these names; only a worker imports the classes behind them (`resolve.py`).
 """
@@ -65,7 +65,7 @@ _OF_HANDLERS = {
 }
 
 READ_TENSORS = frozenset({"tensor", *_OF_HANDLERS})
-"""Names of handlers that read tensors from every protocol themselves, past an envelope."""
+"""Names of handlers that read the tensors of every protocol themselves, without an envelope."""
 
 
 def request_signature(handler: str, of_model: Signature | None) -> Signature | None:

@@ -14,7 +14,7 @@ from typing import NamedTuple, TypeVar
 ROOT = Path("/sys/fs/cgroup")
 OWN = Path("/proc/self/cgroup")
 _LOOK_S = 0.1  # ten ticks of the kernel
-_NO_LIMIT_BYTES = 2**60  # version 1 has no word for "none", only a number no machine has
+_NO_LIMIT_BYTES = 2**60  # version 1 writes "no limit" as a number above any memory
 
 
 N = TypeVar("N", int, float)
@@ -52,9 +52,10 @@ def own_groups(controller: str, root: Path = ROOT, own: Path = OWN) -> list[Path
 
 
 def sample_cgroup(root: Path = ROOT, own: Path = OWN) -> CgroupSample:
-    """Read the least limits of the groups of `own_groups`; a missing or malformed value becomes None.
+    """Read the smallest limits of the groups of `own_groups`; a missing or malformed value becomes None.
 
-    A use is that of the group with the limit, which may have other members; without one, of the own group.
+    Use is measured in the group with that limit, which may have other members; without a limit, in the
+    process's own group.
     """
     read_cpu, read_memory = (_cpu_v2, _memory_v2) if _is_v2(root) else (_cpu_v1, _memory_v1)
     cores, throttled_s = _tightest(map(read_cpu, own_groups("cpu", root, own)))
@@ -98,7 +99,7 @@ def _memory_v1(group: Path) -> tuple[int | None, int | None]:
 
 
 def _tightest(groups: Iterable[tuple[N | None, N | None]]) -> tuple[N | None, N | None]:
-    """Return the limit and the use of the group with the least limit; groups come most specific first."""
+    """Return the limit and the use of the group with the smallest limit; groups come most specific first."""
     least: tuple[N | None, N | None] = (None, None)
     for limit, used in groups:
         is_less = limit is not None and (least[0] is None or limit < least[0])
@@ -115,11 +116,10 @@ def available_cores(root: Path = ROOT) -> int:
 
 
 def pin_to_limit(root: Path = ROOT, stat: Path = Path("/proc/stat")) -> list[int]:
-    """Restrict the calling thread, and what it starts, to as many cores as its cgroup's quota is worth.
+    """Restrict the calling thread and all that it starts to as many cores as its cgroup's quota covers.
 
-    It takes those that are idle most in the next tenth of a second, for a quota says nothing of which, and
-    other containers may be pinned, too. Without a quota, or with one that is worth all its cores, nothing
-    changes.
+    A quota does not name cores, and other containers may be pinned too, so the cores chosen are those that
+    are idlest in the next tenth of a second. Nothing changes without a quota, or if it covers all cores.
 
     Returns:
         The cores, or [] if nothing changed.
@@ -131,7 +131,7 @@ def pin_to_limit(root: Path = ROOT, stat: Path = Path("/proc/stat")) -> list[int
     before = _idle_ticks(stat)
     time.sleep(_LOOK_S)
     idle = {core: ticks - before.get(core, 0) for core, ticks in _idle_ticks(stat).items()}
-    in_turn = random.sample(sorted(allowed), len(allowed))  # ties fall differently in each container
+    in_turn = random.sample(sorted(allowed), len(allowed))  # each container breaks ties differently
     chosen = sorted(in_turn, key=lambda core: -idle.get(core, 0))[: math.ceil(limit)]
     os.sched_setaffinity(0, chosen)
     return sorted(chosen)
@@ -151,4 +151,4 @@ def _text(path: Path) -> str:
 
 
 def _number(text: str) -> int | None:
-    return int(text) if text.isdecimal() else None  # "max" and "-1" are no limit
+    return int(text) if text.isdecimal() else None  # "max" and "-1" mean no limit

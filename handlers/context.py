@@ -100,7 +100,7 @@ class Encoder(Protocol):
     """Encodes the answers of one handler (`tensors/answer.py`)."""
 
     def encode(self, answer: object, processor: RequestProcessor) -> bytes:
-        """Encode one answer in the form that the request wants; may set status and headers of it."""
+        """Encode one answer in the form that the request wants; may set the response's status and headers."""
 
 
 class Context:
@@ -140,11 +140,11 @@ class Context:
         self.shared_models = shared_models
         self.request_ids: dict[int, str] | None = None
         self.request_processor: Sequence[RequestProcessor] | None = None
-        # By the index in a batch. As in TorchServe they stay until the handler sets others.
+        # Indexed by the place in a batch. As in TorchServe they stay until the handler sets others.
         self.stopping_criteria: Sequence[StoppingCriterion] | Mapping[int, StoppingCriterion] | None = None
         # Seconds of preprocess, inference, postprocess, for the metrics; set by handlers that measure them.
         self.stages_s: tuple[float, float, float] = (0.0, 0.0, 0.0)
-        self.encoder: Encoder | None = None  # the executor's
+        self.encoder: Encoder | None = None  # set by the executor
         self.cl_socket: None = None  # TorchServe's worker socket, which handlers do not get here
         # The names of the variables are the ones TorchServe's Python worker reads.
         self.header_key_sequence_id = os.environ.get("TS_REQUEST_SEQUENCE_ID", "ts_request_sequence_id")
@@ -287,12 +287,12 @@ def send_intermediate_predict_response(
     code: int,
     context: Context,
 ) -> None:
-    """Send the next part of answers of the batch; the handler's return value is the last part.
+    """Send the next part of the answers of a batch; the handler's return value is the last part.
 
     In a group of ranks only rank 0 sends; the others return at once.
 
     Args:
-        ret: the parts by the indices of `req_id_map`, encoded like a final answer; others are left out.
+        ret: the parts by the indices of `req_id_map`, encoded like a final answer; no others are sent.
         req_id_map: the request of each part: usually `context.request_ids`, or some of these under other
             indices, as for a part of a batch.
         message: kept for TorchServe's signature; no client sees it.

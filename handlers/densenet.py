@@ -1,4 +1,4 @@
-"""The handler of TorchServe's `densenet_handler`: a tensor for each request, and the model's result of it.
+"""TorchServe's `densenet_handler`: answers the tensor of each request with the model's result.
 
 TorchServe unpickles what clients send. Here a tensor is a file of `torch.save`, read with `weights_only`; a
 `.npy` file; nested lists of numbers in JSON; or a tensor of the Open Inference Protocol.
@@ -31,9 +31,9 @@ from torchere.handlers.tensors.npy import is_npy, read_npy
 
 _ZIP = b"PK\x03\x04"
 _MAX_ENTRIES = 32  # torch 2.13 writes seven for a tensor
-_MAX_PICKLE_BYTES = 4096  # of a tensor with 64 dimensions: some 1,500
-# The names in the pickle of a tensor. The unpickler that `weights_only` chooses allows more: a bytearray may
-# have any size.
+_MAX_PICKLE_BYTES = 4096  # a tensor with 64 dimensions takes about 1,500
+# The names in the pickle of a tensor. The unpickler that `weights_only` chooses allows more names, such as
+# bytearray, which a pickle can make of any size.
 _TENSOR_NAME = re.compile(
     r"collections\.OrderedDict|torch\._utils\._rebuild_(parameter|tensor_v[23])"
     r"|torch\.(storage\.)?[A-Za-z0-9]+Storage|torch\.[a-z]+[0-9][a-z0-9_]*"
@@ -52,17 +52,17 @@ _DAMAGED = (
 
 
 class DenseNetHandler(BaseHandler):
-    """Runs the model on the requests' tensors, stacked to a batch where their shapes are equal.
+    """Runs the model on the requests' tensors, stacked into a batch where their shapes are equal.
 
-    A request is answered with its row of the result, as a tensor of a batch of one: `torch.save` writes it. A
-    request without a tensor gets its own 400.
+    The answer to a request is its row of the result, with a batch dimension of 1, as `torch.save` writes it.
+    A request without a tensor gets its own 400.
     """
 
     names_classes = False
 
     @timed
     def preprocess(self, data: Any) -> Any:
-        """Return the requests' tensors as one; only explanations, which are of one shape, begin with it."""
+        """Stack the requests' tensors. Only explanations call it, so only theirs must have one shape."""
         return torch.stack([tensor_of_row(row) for row in data])
 
     def _run(self, data: Any) -> Any:
@@ -89,8 +89,8 @@ class DenseNetHandler(BaseHandler):
 class TorchScriptHandler(DenseNetHandler):
     """The handlers that TorchServe's C++ backend has built in: `TorchScriptHandler` and `BaseHandler`.
 
-    A request is answered with its row of the result, without the dimension of the batch, as `torch.save`
-    writes it. The model is the TorchScript of the archive.
+    The answer to a request is its row of the result, without the batch dimension, as `torch.save` writes it.
+    The model is the TorchScript of the archive.
     """
 
     def _run(self, data: Any) -> Any:
@@ -124,7 +124,7 @@ def tensor_of_row(row: Any) -> torch.Tensor:
     """Return the tensor of one request.
 
     Raises:
-        PredictionException: 400, it has none.
+        PredictionException: 400, the request has no tensor.
     """
     value = value_of(row)
     if isinstance(value, torch.Tensor):
@@ -164,7 +164,7 @@ def _checked_record_bytes(value: bytes) -> int:
     check_zip(io.BytesIO(value), len(value), _MAX_ENTRIES)  # so that torch's reader finds the same entries
     with zipfile.ZipFile(io.BytesIO(value)) as archive:
         entries = archive.infolist()
-        # torch.save stores; a deflated entry may become a thousand times as large.
+        # torch.save does not compress; a deflated entry may expand a thousandfold.
         if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
             raise ValueError("its entries are compressed")
         pickles = [entry for entry in entries if entry.filename.lower().endswith("/data.pkl")]
@@ -172,7 +172,7 @@ def _checked_record_bytes(value: bytes) -> int:
         if len(pickles) != 1 or len(records) != 1 or pickles[0].file_size > _MAX_PICKLE_BYTES:
             raise ValueError("torch.save of another value")
         content = archive.read(pickles[0])
-    # A pickle can load one record often, under names that torch takes for the same.
+    # A pickle can load one record many times, under names that torch treats as the same.
     loads = sum(opcode.name == "BINPERSID" for opcode, _, _ in pickletools.genops(content))
     if loads != 1 or not all(map(_TENSOR_NAME.fullmatch, imported_names(content))):
         raise ValueError("torch.save of another value")

@@ -21,7 +21,7 @@ from torchere.handlers.tensors.codec import tensor_from_bytes
 logger = logging.getLogger(__name__)
 
 Lent = Literal["own", "write", "read"]
-"""Memory of a tensor that a handler gets: its own, or the request's, which it may change, or may not."""
+"""Memory of a tensor for a handler: a copy ("own"), or the request's, writable ("write") or not ("read")."""
 
 
 def decode_input(value: bytes, content_type: str, decode: bool = True, lent: Lent = "own") -> object:
@@ -31,8 +31,8 @@ def decode_input(value: bytes, content_type: str, decode: bool = True, lent: Len
         value: the bytes as received.
         content_type: without parameters; "" when the client named none; a frontend sets the type of tensors.
         decode: False returns every value except tensors as received.
-        lent: for tensors, see `Lent`. A misaligned tensor is copied in any case; one in `bytes` is always
-            read-only unless it is copied.
+        lent: for tensors, see `Lent`. A misaligned tensor is copied in any case; a tensor in `bytes`
+            is read-only unless it is copied.
 
     Returns:
         Parsed JSON for exactly `application/json`, a `str` for types that begin with `text`, an array for a
@@ -107,7 +107,7 @@ def _saved_tensor(value: object) -> bytes | None:
 # below 1e-4 differently (`0.000013` for `1.3e-05`; releases up to 3.11.6 also those from 1e16 on); both
 # spellings are read as the same doubles.
 
-# Without these orjson writes values that `json` refuses, and reorders the items of an OrderedDict.
+# Without these options orjson writes values that `json` refuses, and reorders the items of an OrderedDict.
 _AS_PYTHON = (
     orjson.OPT_PASSTHROUGH_SUBCLASS | orjson.OPT_PASSTHROUGH_DATACLASS | orjson.OPT_PASSTHROUGH_DATETIME
 )
@@ -160,7 +160,7 @@ def parse_json(text: bytes | bytearray | memoryview | str, *, utf8_only: bool = 
     """Return `json.loads(text)`; with `utf8_only`, `json.loads(text.decode())`.
 
     orjson is not used: it reads whole numbers of more than 64 bits as floats, and is at most a sixth faster
-    than msgspec. Python's parser then handles NaN, 1e400, lone surrogates and other encodings.
+    than msgspec. Where msgspec fails, Python's parser reads NaN, 1e400, lone surrogates and other encodings.
 
     Raises:
         ValueError, RecursionError: as `json.loads`.
@@ -179,7 +179,7 @@ def _written(value: object, option: int) -> bytes | None:
         text = orjson.dumps(value, option=option)
     except (
         TypeError
-    ):  # subclasses, keys other than str, integers over 64 bits, lone surrogates, 255 levels, or no JSON type
+    ):  # subclasses, keys other than str, integers over 64 bits, lone surrogates, 255 levels, or other types
         return None
     # orjson writes NaN and infinities as null.
     return None if _N in text and b"null" in text and not _is_finite(value) else text

@@ -29,11 +29,11 @@ from torchere.handlers.tensors.codec import begins_with_text
 class BaseEnvelope(ABC):
     """An envelope around the entry point `handle_fn(data, context)`, which may return a coroutine.
 
-    An envelope remembers its batch, so each of several at a time has its own copy.
+    An envelope remembers its batch, so batches that run concurrently each have a copy of it.
     """
 
     context: Any = None
-    keeps_rows = False  # the handler gets one row for each request
+    keeps_rows = False  # True: the handler gets one row for each request
 
     def __init__(self, handle_fn: Callable[[Any, Any], Any]) -> None:
         self._handle_fn = handle_fn
@@ -57,7 +57,7 @@ class BaseEnvelope(ABC):
     def _are_tensors(self) -> bool:
         """Return whether the requests came as tensors; raise if only some did, so that each runs alone."""
         requests = getattr(self.context, "request_processor", None)
-        if not isinstance(requests, (list, tuple)):  # a context of the handler's own tests, mostly a Mock
+        if not isinstance(requests, (list, tuple)):  # the context of a handler's own tests, usually a Mock
             return False
         came = {request.get_request_property(OPEN_INFERENCE) is not None for request in requests}
         if len(came) > 1:
@@ -193,7 +193,8 @@ def _from_base64(text: Any) -> bytes:
         raise bad_request(f"A value under 'b64' is not base64: {err}") from err
 
 
-# Limits on the nested lists of a shape: models take fewer than ten dimensions; a 0 yields empty lists.
+# Limits on the nested lists that a shape makes: for each element (models take fewer than ten dimensions), and
+# for shapes with a 0, which make empty lists.
 _LISTS_PER_ELEMENT = 10
 _LISTS_OF_NOTHING = 65_536
 
@@ -202,17 +203,17 @@ class KServev2Envelope(BaseEnvelope):
     """`{"inputs": [...]}` in, `{"outputs": [...]}` out; the handler gets the tensors as a list of dicts.
 
     Only the first request of a batch is read, so the model needs batchSize 1. While the handler runs, the
-    context has `input_names`, which it may replace by those of its outputs, and the client's id, if there is
-    one, as `input_request_id`.
+    context has `input_names`, which it may replace by the names of its outputs, and `input_request_id`, if
+    the client sent an id.
     """
 
     def parse_input(self, data: Any) -> Any:
-        """Return the inputs of the first request: numbers nested by their shape, `BYTES` as its first item.
+        """Return the inputs of the first request: numbers nested by their shape; of `BYTES`, the first item.
 
         Raises:
             PredictionException: 400, it has no list of inputs, or data that does not fit its shape.
         """
-        self._forget()  # of a request that failed
+        self._forget()  # a request that failed may have left them
         body = json_body(data[0])
         inputs = body.get("inputs")
         if not isinstance(inputs, list) or not all(isinstance(item, dict) for item in inputs):
@@ -262,10 +263,10 @@ def _shaped(tensor: dict[str, Any]) -> Any:
 
 
 def _elements(values: list[Any]) -> Array:
-    """Return the values as an array of objects: in an array of texts each takes as much as the longest.
+    """Return the values as an array of objects: in an array of texts each takes the memory of the longest.
 
-    Numbers of which one is a float are all floats, as in TorchServe: JavaScript writes 2.0 as `2`, and a
-    handler that makes a tensor of the row `[2]` would get whole numbers.
+    If one number is a float, all become floats, as in TorchServe: JavaScript writes 2.0 as `2`, and a handler
+    that makes a tensor of the row `[2]` would get whole numbers.
     """
     array = np.array(values, dtype=object)
     kinds = set(map(type, array.flat))
@@ -285,7 +286,7 @@ def _array(item: Any) -> Array:
         texts = np.array(item, dtype=object)
         if set(map(type, texts.flat)) in ({str}, {bytes}):
             return texts
-    return np.array(item)  # numbers beside texts become texts, as in TorchServe
+    return np.array(item)  # numbers among texts become texts, as in TorchServe
 
 
 def _output(name: str, item: Any) -> dict[str, Any]:

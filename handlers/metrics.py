@@ -18,8 +18,8 @@ from typing import Any, NamedTuple, TypeVar
 
 from torchere.handlers.errors import MetricsCacheKeyError, MetricsCacheTypeError, MetricsCacheValueError
 
-# Values kept between two batches, and in one report to the server: it takes 0.1 s of its event loop to record
-# them. A batch of 1,024 requests has room for 19 values of each.
+# Maximum number of values kept between two batches, and in one report: to record as many takes 0.1 s of the
+# server's event loop. In a batch of 1,024 requests, each has room for 19 values.
 MAX_SAMPLES = 20_000
 
 
@@ -41,7 +41,7 @@ class Dimension(NamedTuple):
         return f"{self.name}:{self.value}"
 
     def to_dict(self) -> dict[str, str]:
-        """Return TorchServe's dict of it."""
+        """Return the dimension as TorchServe's dict."""
         return {"Name": self.name, "Value": self.value}
 
 
@@ -84,8 +84,8 @@ class MetricSample(NamedTuple):
 class CachingMetric:
     """A declared metric: a name and type with the names of its dimensions.
 
-    `MetricsCache` makes one for each of its metrics. One that a handler makes reports to the batch that runs
-    in the calling thread, and outside of a batch its values are dropped.
+    `MetricsCache` makes one for each of its metrics. A metric that a handler constructs itself reports to the
+    batch that runs in the calling thread; outside of a batch its values are dropped.
     """
 
     def __init__(
@@ -110,10 +110,10 @@ class CachingMetric:
         dimension_values: Sequence[str] | None = None,
         request_id: str | Sequence[str] = "",
     ) -> None:
-        """Report a value; a wrong one is logged and dropped, because a metric must not fail a prediction.
+        """Report a value; an invalid one is logged and dropped, because a metric must not fail a prediction.
 
         Args:
-            value: to add (counter), to set (gauge) or to observe (histogram); NumPy's and torch's, too.
+            value: to add (counter), to set (gauge) or to observe (histogram); also of NumPy or torch.
             dimension_values: one per declared dimension name, in their order.
             request_id: the request, or the requests, that the value belongs to.
         """
@@ -156,7 +156,7 @@ class CachingMetric:
 
 
 def _number(value: Any) -> float | None:
-    """Return a handler's value as a float, also one of NumPy or torch; None if it is no number."""
+    """Return a value of Python, NumPy or torch as a float; None if it is not a number."""
     if isinstance(value, (bool, str, bytes, bytearray)):
         return None
     try:
@@ -181,7 +181,7 @@ _current: contextvars.ContextVar[MetricsCache | None] = contextvars.ContextVar("
 
 
 def record_in_batch(sample: MetricSample) -> None:
-    """Keep a value, of a call without a collector, for the batch that runs in this thread; else drop it."""
+    """Record a value in the collector of the batch that runs in this thread; drop it outside of a batch."""
     collector = _current.get()
     if collector is not None:
         collector.record(sample)
@@ -211,13 +211,13 @@ class MetricsCache:
     def __init__(self, model_name: str, declared: Iterable[MetricDeclaration] = ()) -> None:
         self.model_name = model_name
         self.request_ids: Mapping[int, str] = {}
-        self.store: list[Any] = []  # empty as in TorchServe, whose handlers print it; see `MetricsStore`
+        self.store: list[Any] = []  # always empty, as in TorchServe: handlers print it; see `MetricsStore`
         self.cache: dict[MetricTypes, dict[str, CachingMetric]] = {}
         # Metrics that `_report` found before, by the metric's name and whether it counts errors.
         self._plain: dict[tuple[str, bool], _Plain] = {}
         self._samples: list[MetricSample] = []
         self._lock = threading.Lock()  # guards _samples
-        self._was_full = threading.Event()  # shared by the copies of `beside`
+        self._was_full = threading.Event()  # shared with the copies that `beside` makes
         for metric in declared:  # `get_metric` finds them without `add_metric_to_cache`
             self.add_metric_to_cache(
                 metric.name, metric.unit, metric.dimension_names, MetricTypes(metric.metric_type)
@@ -255,11 +255,11 @@ class MetricsCache:
         """Return all values reported since the last call, in order."""
         with self._lock:
             samples = list(self._samples)
-            self._samples.clear()  # not replaced: copies of `beside` share it
+            self._samples.clear()  # not replaced: the copies that `beside` makes share it
         return samples
 
     def beside(self) -> MetricsCache:
-        """Return a collector for a batch that runs beside others; the values of all are drained here."""
+        """Return a collector for a batch that runs alongside others; this one drains the values of all."""
         return copy.copy(self)
 
     def add_metric_to_cache(
@@ -321,7 +321,7 @@ class MetricsCache:
             value: see `CachingMetric.add_or_update`.
             unit: free text; the short spellings of `Units` are written out.
             idx: index of the request in the batch; None, or an index outside the batch, means all requests.
-            dimensions: labels beside `ModelName` and `Level`; those two are filled in if they are not here.
+            dimensions: labels besides `ModelName` and `Level`; these two are added if they are missing.
             metric_type: how values are aggregated.
         """
         one = None if idx is None else self.request_ids.get(idx)

@@ -17,9 +17,9 @@ STAGES = ("preprocess", "inference", "postprocess")
 
 
 class _Run(NamedTuple):
-    """The run of one part through the stages; `answers` are there after the last stage."""
+    """The run of one part through the stages; `answers` is set after the last stage."""
 
-    part: int  # its index
+    part: int  # index of the part
     context: contextvars.Context
     answers: Future[Any]
 
@@ -76,7 +76,7 @@ class MicroBatching:
             pool.shutdown()
 
     def get_micro_batch_idx(self) -> int | None:
-        """Return the index of the part the calling stage works on; None in a whole batch (explanations)."""
+        """Return the index of the part that the calling stage works on; None if the batch is not split."""
         index: int | None = getattr(self._part, "index", None)
         return index
 
@@ -84,7 +84,7 @@ class MicroBatching:
         """Answer one batch.
 
         Raises:
-            Exception: raised by the first failing part, after all parts are over.
+            Exception: raised by the first part that failed, after all parts have ended.
         """
         size = self.micro_batch_size
         parts = [data[start : start + size] for start in range(0, len(data), size)]
@@ -115,7 +115,7 @@ class MicroBatching:
         return output
 
     def _advance(self, run: _Run, position: int, value: Any) -> None:
-        """Queue a stage of a part, which queues the next one from its own thread."""
+        """Queue a stage of a part; when it is done, its thread queues the next stage."""
         if position == len(STAGES):
             run.answers.set_result(value)
             return

@@ -1,4 +1,4 @@
-"""Turn the body of a request into the arguments of the model by the handler's code, without the model.
+"""Turn the body of a request into the arguments of the model with the handler's code, without the model.
 
 Packing calibrates and compares a model on samples. A picture among them must be decoded, cropped and
 normalised exactly as the handler does it for a request, so the handler's `preprocess` does it here, too.
@@ -31,8 +31,8 @@ class InputError(ValueError):
 def model_inputs(handler: str, folder: Path | None, config: Mapping[str, Any]) -> ModelInputs | None:
     """Return a function from the bytes of a request's body to the arguments of the model, a batch of one.
 
-    Return None if the handler prepares nothing: it takes tensors or numbers (`tensor`, `base_handler`), or
-    texts and sounds, of which it makes several runs of the model. The function raises InputError.
+    Return None if the handler prepares nothing, as it takes tensors (`tensor`), numbers (`base_handler`),
+    texts or sounds; for these two it runs the model several times. The function raises InputError.
 
     Args:
         handler: as in the manifest: a built-in name, or a file in `folder`, whose code is run.
@@ -88,7 +88,7 @@ def _prepared_by(handler: str, instance: Any) -> ModelInputs:
             found = instance.preprocess([{"body": bytearray(body)}])
         except PredictionException as err:
             raise InputError(err.message) from err
-        # Broad, as above. A handler that loads its vocabulary in `initialize` can't do without it here.
+        # Broad, as above. A handler that loads its vocabulary in `initialize` fails here.
         except Exception as err:
             raise InputError(
                 f"the handler {handler} can't prepare it without its model ({type(err).__name__}: {err}); "

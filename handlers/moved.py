@@ -1,6 +1,6 @@
-"""Modules of handlers under the paths that they had before they were sorted into folders.
+"""Old import paths of handler modules, from before they were sorted into folders.
 
-An old path (`image_classifier` below `torchere.handlers`) imports the module of today, the same object.
+An old path (`image_classifier` below `torchere.handlers`) imports today's module, the same object.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from types import ModuleType
 
 _PACKAGE = "torchere.handlers."
 
-# Name of today below `torchere.handlers`, or in full -> its old names below it.
+# Today's name, below `torchere.handlers` or in full -> the old names below `torchere.handlers`.
 _OLD_NAMES = {
     "archive_import": "archive_caches, archive_plain_names",
     "audio.voice_activity": "speech_segments, voice_activity",
@@ -56,12 +56,12 @@ NEW_PATHS = {old: new for new, names in _OLD_NAMES.items() for old in names.spli
 
 
 class _MovedFinder:
-    """The meta-path finder for old paths. It comes last: a module that is there goes first."""
+    """The meta-path finder for old paths. It comes last, so that a module that exists takes precedence."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return a spec that loads the module of today, or None; the parameters are the import system's."""
+        """Return a spec that loads today's module, or None; the parameters are the import system's."""
         new = NEW_PATHS.get(fullname.removeprefix(_PACKAGE)) if fullname.startswith(_PACKAGE) else None
         if new is None:
             return None
@@ -69,7 +69,7 @@ class _MovedFinder:
 
 
 class SecondNameLoader(Loader):
-    """Loader of a second name of a module, which is imported under its own `name` if it is not yet."""
+    """Loads a second name of a module: the same object, which is first imported under its own name."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -91,6 +91,6 @@ _finder = _MovedFinder()
 
 
 def install() -> None:
-    """Let old paths lead to the modules of today, in this process. Idempotent."""
+    """Make old paths import today's modules in this process. Idempotent."""
     if _finder not in sys.meta_path:
         sys.meta_path.append(_finder)

@@ -1,6 +1,6 @@
 """Find the module that a manifest's handler string names, and the entry point in it.
 
-A handler is a file of the archive (`my_handler.py`, `my_handler:function`) or the name of a built-in one.
+A handler is a file of the archive (`my_handler.py`, `my_handler:function`) or the name of a built-in handler.
 Nothing else is imported, so a manifest can't reach modules of the process (`os:system`) or of other folders.
 """
 
@@ -38,7 +38,7 @@ class EntryPoint:
         call: takes (data, context) and returns the answers, or a coroutine for them.
         instance: the handler object behind it, None for the function form.
         enveloped: an envelope wraps the handler, so example rows of the handler do not fit.
-        beside: as `call`, for batches that run beside each other; None: `call`.
+        beside: like `call`, for batches that run concurrently; None: `call` itself.
         loop: the event loop of the handler's coroutines; None: one is made when it is needed.
     """
 
@@ -69,8 +69,8 @@ class EntryPoint:
     def warmup_data(self) -> list[dict[str, object]] | None:
         """Return example rows for the first runs, in the form of `data`; None when the handler has none.
 
-        Those of a built-in handler are not used for a subclass of it, which may take other input (e.g. a grey
-        digit). There are none while runs are profiled: each would write a trace.
+        The rows of a built-in handler are not used for an archive's subclass, which may take other input
+        (e.g. a grey digit). None while runs are profiled, because each run would write a trace.
         """
         example = getattr(self.instance, "warmup_data", None)
         if example is None or self.enveloped or os.environ.get("ENABLE_TORCH_PROFILER"):
@@ -79,7 +79,7 @@ class EntryPoint:
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
-        """The event loop of the handler's coroutines, for its whole life: its clients are bound to it."""
+        """The event loop for all coroutines of the handler: clients that it makes are bound to the loop."""
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
             weakref.finalize(self, self._loop.close)
@@ -87,7 +87,7 @@ class EntryPoint:
 
 
 def _inherits_examples(handler_class: type) -> bool:
-    """Return whether a class of an archive has its example rows from a built-in handler."""
+    """Return whether an archive's class inherits `warmup_data` from a built-in handler."""
     owner = next((base for base in handler_class.__mro__ if "warmup_data" in vars(base)), handler_class)
     ours = "torchere.handlers."
     return owner.__module__.startswith(ours) and not handler_class.__module__.startswith(ours)
@@ -145,7 +145,7 @@ def _only_class(module: ModuleType, function: str) -> type:
 
 
 def initialised(handler_class: type, module: ModuleType, context: Context) -> EntryPoint:
-    """Construct a handler class, call its `initialize`, and return it; `module` is the class's module.
+    """Construct a handler class, call its `initialize`, and return its entry point; `module` is its module.
 
     Raises:
         HandlerLoadError: it can't be constructed without arguments.
@@ -171,7 +171,7 @@ def initialised(handler_class: type, module: ModuleType, context: Context) -> En
 
 
 def _check_takes(call: Call, given: tuple[object, ...], name: str, expected: str) -> None:
-    """Raise HandlerLoadError if a function of a handler can't be called with as many arguments."""
+    """Raise HandlerLoadError if a function of a handler does not take that many arguments."""
     try:
         signature = inspect.signature(call, follow_wrapped=False)  # decorators may drop or add arguments
     except (TypeError, ValueError):  # some builtins have no signature
@@ -234,7 +234,7 @@ def _enveloped(wrapped: Any, inner: EntryPoint) -> EntryPoint:
         inner.instance,
         enveloped=True,
         beside=lambda data, context: copy.copy(wrapped).handle(data, context),
-        loop=inner._loop,  # if there is one, the clients that the handler made at its load are bound to it
+        loop=inner._loop,  # clients that the handler made while it was loaded are bound to it
     )
 
 
@@ -254,7 +254,7 @@ def _in_python(handler: str, context: Context, installed: bool) -> EntryPoint:
 
 
 def class_of(handler: str, model_dir: str | None) -> type | None:
-    """Return the class of a handler, not constructed; None where it is a function.
+    """Return the class of a handler without constructing it; None if the handler is a function.
 
     Args:
         handler: as in the manifest.
@@ -290,8 +290,8 @@ def _found(handler: str, archive: ArchiveModules | None, installed: bool = False
 def _held(archive: ArchiveModules, handler: str, module_name: str) -> str | None:
     """Return the name of the handler's module in the archive; None if the archive holds no such module.
 
-    As in TorchServe, the folder of the handler's file is searched first: the file may import those beside it,
-    and the folder may be called `code`, or not be there, as in old manifests.
+    As in TorchServe, the folder of the handler's file is searched first, because the file may import its
+    neighbours. The folder may have the name of another module (`code`), or be missing, as in old manifests.
     """
     folder, _, _ = _split(handler)[0].rpartition("/")
     if folder:
@@ -390,12 +390,12 @@ def _built_in(name: str, handler: str, module_name: str, model_dir: str) -> type
 
 
 def _outside(file: Path) -> ModuleType:
-    """Import a module from a file outside any archive; as in TorchServe it may import the files beside it."""
+    """Import a module from a file outside any archive; as in TorchServe it may import files next to it."""
     if str(file.parent) not in sys.path:
         sys.path.append(str(file.parent))
     spec = importlib.util.spec_from_file_location(file.stem, file)
     assert spec is not None
-    assert spec.loader is not None  # a name that ends in .py has both
+    assert spec.loader is not None  # both exist for a name that ends in .py
     module = importlib.util.module_from_spec(spec)
     is_first = sys.modules.setdefault(file.stem, module) is module  # where pickle and dataclasses look for it
     try:

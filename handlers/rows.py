@@ -1,4 +1,4 @@
-"""The value of a row for the handlers of images and texts, and the row's fields for error texts."""
+"""Rows of a batch: their values, names for error texts, refusals; and settings under `handler.<name>`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torchere.handlers.tensors import shown
 from torchere.handlers.tensors.answer import OPEN_INFERENCE
 
 first_row: ContextVar[int] = ContextVar("first_row", default=0)
-"""The place in the batch of the first row that the calling stage works on; not 0 in a part of a batch."""
+"""Index in the batch of the first row of the calling stage; above 0 in the later parts of a batch."""
 _MAX_FIELDS_SHOWN = 20
 _AS_FORM = (
     "{} of a form: {} that came as application/x-www-form-urlencoded, which is what curl -d says of it; "
@@ -27,10 +27,10 @@ _FILE_AS_FORM = (
 
 
 def value_of(row: Any) -> Any:
-    """Return the value under `data`, else `body`; or the row's only value, if it is a tensor, by any name.
+    """Return the value under `data`, else `body`; or, under any name, the only value if it is a tensor.
 
-    An empty `data` counts only without a `body`. None when the row has none of these. A row that is not a
-    dict, as an envelope may make it, is itself the value.
+    An empty `data` is returned only if there is no `body`; None if the row has none of these. A row that is
+    not a dict, such as an envelope makes, is itself the value.
     """
     if not isinstance(row, dict):
         return row
@@ -47,9 +47,9 @@ def value_of(row: Any) -> Any:
 def fields_of(row: Mapping[str, Any], *, takes_text: bool = False) -> str:
     """Return the names of a row's fields for an error text, limited in number and length.
 
-    JSON that was sent as a form is parsed as a name up to the first `=`; then the text says how to send JSON.
-    So is a text, for a handler that `takes_text`. A file is parsed into names that can't be read; then the
-    text says how to send a file, and names none.
+    If a body was sent as a form by mistake, the text says how to send it instead. JSON then looks like a name
+    that begins with `{` or `[`; a text, for a handler that `takes_text`, like a name without a value; a file
+    like names with NUL bytes, which are not shown.
     """
     if any("\0" in name for name in row):
         return _FILE_AS_FORM
@@ -57,7 +57,7 @@ def fields_of(row: Mapping[str, Any], *, takes_text: bool = False) -> str:
     found = f"the fields {', '.join(map(shown, names)) or 'none'}"
     if names and names[0].lstrip().startswith(("{", "[")):
         return _AS_FORM.format(found, "JSON", "application/json")
-    # Values of JSON are no bytes.
+    # Values of a JSON body are not bytes; those of a form are.
     if takes_text and names and isinstance(row[names[0]], (bytes, bytearray)) and not row[names[0]]:
         return _AS_FORM.format(found, "a text", "text/plain")
     return found
@@ -100,9 +100,9 @@ def read_each(rows: Sequence[Any], read: Callable[[Any], T]) -> list[T | Predict
 
 
 def request_of(context: Context, row: int) -> int | None:
-    """Return the index of the request that a row of the calling stage is; None behind an envelope.
+    """Return the index of the request that a row of the calling stage belongs to.
 
-    An envelope may make several rows of one request.
+    None if an envelope made the rows: there may be several for one request.
     """
     return first_row.get() + row if getattr(context, "rows_are_requests", True) else None
 
@@ -111,13 +111,13 @@ def refusal(context: Context, row: int, err: PredictionException) -> dict[str, o
     """Set the status of a row's request, and return its answer in the form of the server's own errors.
 
     Raises:
-        PredictionException: `err`, behind an envelope: one row does not answer its request.
+        PredictionException: `err`, if an envelope made the rows: one row is not the whole request.
     """
     index = request_of(context, row)
     if index is None:
         raise err
     context.set_response_status(err.error_code, idx=index)
-    context.set_response_content_type(index, "application/json")  # clients read an error's text by it
+    context.set_response_content_type(index, "application/json")  # tells clients how to parse the error
     kind = _TYPES.get(err.error_code, "PredictionException")
     return {"code": err.error_code, "type": kind, "message": err.message}
 

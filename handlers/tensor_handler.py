@@ -108,7 +108,7 @@ class TensorHandler(BaseHandler):
             self.device = CPU  # its inputs are CPU tensors on any execution provider
 
     def _load_part(self, split: Split, *given: Any) -> Any:
-        # A pipeline cuts inputs of the same first size into rows, which those of this model may not have.
+        # A pipeline splits inputs of equal first sizes into rows, but this model's inputs may have no rows.
         batched = split.batched and self.signature.batched
         return super()._load_part(replace(split, batched=batched), *given)
 
@@ -121,9 +121,9 @@ class TensorHandler(BaseHandler):
     def warmup_data(self) -> list[dict[str, object]] | None:
         """Return one row of zeros, or of ones if the model rejects zeros (as for lengths and masks).
 
-        None if a shape is not fixed, if an integer input is on a GPU (an index out of range would cost the
-        process the GPU), if the model keeps state from one run to the next, or if it rejects both rows: that
-        does not show that the model is faulty.
+        None if a shape is not fixed, if an integer input is on a GPU (after an index out of range the process
+        can't use the GPU any more), if the model keeps state from one run to the next, or if it rejects both
+        rows, which does not prove that the model is faulty.
         """
         if self._may_keep_state():
             logger.info(_KEEPS_STATE)
@@ -149,12 +149,12 @@ class TensorHandler(BaseHandler):
             if found is None:
                 logger.info(_KEEPS_STATE)
                 return None
-            cause = line_of(found, -1)  # TorchScript puts it there
+            cause = line_of(found, -1)  # the line where TorchScript puts the cause
         logger.warning("not warmed up, as the model takes neither zeros nor ones: %s", cause)
         return None
 
     def _may_keep_state(self) -> bool:
-        """Whether the form of the model says so; that of a class is found by `_tried`."""
+        """Return whether the model's format shows that it keeps state; `_tried` checks eager models."""
         model = self._plain_model()
         if isinstance(model, torch.jit.ScriptModule):
             return changes_itself(model)
@@ -164,9 +164,9 @@ class TensorHandler(BaseHandler):
         return self.model.wrapped if isinstance(self.model, Autocast) else self.model
 
     def _tried(self, row: dict[str, object]) -> tuple[Exception | None, bool]:
-        """Run the model on a row; return its refusal, and whether a second answer of a class is the same.
+        """Run the model on a row; return its error, and whether an eager model answers a second run alike.
 
-        The buffers of the class are then as before.
+        The buffers of an eager model are restored.
         """
         (group,) = self._groups([example_of(row, self.layout, lambda _: "")])
         answers: list[Any] = []
@@ -178,7 +178,7 @@ class TensorHandler(BaseHandler):
                 answers.append([tensor.clone() for tensor in flattened(self.model(*inputs))])
 
         model = self._plain_model()
-        is_known = isinstance(model, (torch.jit.ScriptModule, ServedProgram))  # `_may_keep_state` has told
+        is_known = isinstance(model, (torch.jit.ScriptModule, ServedProgram))  # `_may_keep_state` has decided
         if is_known or not isinstance(model, torch.nn.Module):
             return refusal_of(run), True
         with unchanged_buffers(model):
@@ -202,7 +202,7 @@ class TensorHandler(BaseHandler):
         return Batch(examples, [group] if group else self._groups(examples))
 
     def _all_at_once(self, examples: Sequence[Example | TensorError]) -> Group | None:
-        """Return all rows as one group if each is a single list and all have one shape, else None."""
+        """Return all rows as one group if each is a single list and all have the same shape, else None."""
         if not self.layout.batched or not all(isinstance(e, Example) and e.single for e in examples):
             return None
         if self.layout.most_rows is not None and len(examples) > self.layout.most_rows:
@@ -246,7 +246,7 @@ class TensorHandler(BaseHandler):
             check_results(result, group, self.signature)
         except Exception as err:
             for name, tensor in zip(self.layout.names, group.inputs, strict=True):
-                if not tensor.numel():  # most models take such an input, and packing does not try it
+                if not tensor.numel():  # not refused earlier, because most models take empty inputs
                     found, expected = f"the shape {list(tensor.shape)}", "an element: the model fails without"
                     raise bad_request(str(TensorError(name, found, expected))) from err
             raise
@@ -267,7 +267,7 @@ class TensorHandler(BaseHandler):
         self, answers: list[Any], examples: list[Any], group: Group, results: list[torch.Tensor]
     ) -> None:
         lists: list[Any] | None = None
-        # Slices of numpy's arrays cost a third of those of torch, which they share their memory with.
+        # Slicing NumPy arrays takes a third of the time of slicing torch tensors; they share their memory.
         arrays = [array_of(result) for result in results]
         for member in group.members:
             part = slice(member.start, member.start + member.rows) if self.layout.batched else ...
