@@ -71,7 +71,7 @@ class VisionHandler(BaseHandler):
 
         Each row has under `data` or `body` the bytes of an image file, the same in base64 (`str`), or nested
         lists of numbers in the form of the model's input. Tensors of the Open Inference Protocol may have
-        any name; `picture_of_tensor` describes the accepted shapes and datatypes.
+        any name; `_EXPECTED` in `decode.py` lists the accepted shapes and datatypes.
 
         Returns:
             A float tensor on the handler's device, first dimension the batch.
@@ -129,7 +129,7 @@ class VisionHandler(BaseHandler):
 
 
 def _class_index(target: Any) -> Any:
-    """Return the target of an explanation; in a form it is bytes or text."""
+    """Return the target of an explanation, parsed if it is bytes or text, as from a form."""
     if not isinstance(target, (bytes, bytearray, str)):
         return target
     try:
@@ -171,9 +171,9 @@ def _kind(value: object, err: Exception) -> str:
 
 
 def _classes(target: Any, rows: int, count: int) -> list[int]:
-    """Return the class of each of the rows, or one for all, as numbers of which scores can be picked.
+    """Return the class index of each row, or one for all rows; refuse an index that is out of range.
 
-    On a GPU the index of a class that does not exist would cost the process the GPU.
+    On a GPU such an index would end the process's access to the GPU.
     """
     found = target.tolist() if isinstance(target, (np.ndarray, np.generic, torch.Tensor)) else target
     classes = list(found) if isinstance(found, (list, tuple)) else [found]

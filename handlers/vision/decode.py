@@ -1,8 +1,8 @@
 """Decode images: from the bytes of a request to a PIL image.
 
-Decoding is bounded: the size that the header claims, and the memory that its pixels take while they are
-decoded, are checked before a pixel is read. Data that is not an
-image is answered with 400 and a text that names the data found, the data expected, and how to send it.
+Decoding is bounded: the size that the header claims, and the memory that the pixels take while they are
+decoded, are checked before a pixel is read. Data that is not an image is answered with 400 and a text that
+names the data found, the data expected, and how to send it.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ DEFAULT_MAX_PIXELS = 178_956_970
 DEFAULT_MAX_BYTES = 256 * 2**20
 DEFAULT_MAX_DECODED_BYTES = 512 * 2**20  # a JPEG of 53 megapixels
 
-# Pillow passes EPS to Ghostscript, which runs programs: not for input from a network. IPTC can hold an EPS.
-# Pillow reads XPM in Python, and for one pixel as many as a line has: seconds for each megabyte.
+# Pillow passes EPS to Ghostscript, which runs programs that the file contains; IPTC can hold an EPS. Pillow
+# decodes XPM in Python, and whole lines of the file even for an image of one pixel: seconds per megabyte.
 _REFUSED_FORMATS = frozenset({"EPS", "IPTC", "XPM"})
-_PIXEL_BYTES = 4  # of an RGB image in Pillow; images of fewer bands become one
-# Bytes for each pixel and band that a decoder holds beside the image: JPEG the coefficients of several scans,
-# WebP two canvases and a frame. Measured at 12 megapixels with Pillow 13.
+_PIXEL_BYTES = 4  # of an RGB image in Pillow; images of fewer bands are converted to RGB
+# Bytes per pixel and band that a decoder holds in addition to the image: for JPEG the coefficients of several
+# scans, for WebP two canvases and a frame. Measured at 12 megapixels with Pillow 13.
 _WORK_BYTES = {"JPEG": 2, "MPO": 2, "TIFF": 2, "QOI": 1, "AVIF": 2, "WEBP": 4, "JPEG2000": 5}
-# The same for each pixel, of decoders that go through all pixels in Python: a second for 16 million. DDS
-# takes one for a million; its number stands for that time.
+# Bytes per pixel for decoders that loop over all pixels in Python, which takes a second for 16 million. DDS
+# takes a second for one million; its number stands for that time, not for memory.
 _SLOW_PIXEL_BYTES = {"fits_gzip": 64, "bmp_rle": 32, "dds_rgb": 512}
-# Formats of files inside files, with sizes of their own. The largest pixels are those of JPEG 2000.
+# Formats that contain other image files, with sizes of their own. JPEG 2000 takes the most bytes per pixel.
 _CONTAINERS = frozenset({"ICNS", "ICO", "BLP"})
 _MAX_PIXEL_BYTES = 24
 
-# Exceptions that Pillow's decoders raise on broken files, beside their own errors.
+# Exceptions that Pillow's decoders raise on broken files, besides Pillow's own errors.
 _BROKEN = (
     OSError,
     SyntaxError,
@@ -141,7 +141,7 @@ _pillows_check = Image._decompression_bomb_check
 
 
 def _check_bomb(size: tuple[int, int], **how: Any) -> None:
-    """Check the limit of this thread, then make Pillow's own check, whose limit is one for all threads."""
+    """Check the limit of this thread, then make Pillow's own check, which has one limit for all threads."""
     if _bound.pixels is not None and size[0] * size[1] > _bound.pixels:
         raise Image.DecompressionBombError(
             f"it holds one of {size[0] * size[1]} pixels, limit {_bound.pixels:.0f}"
@@ -186,7 +186,7 @@ def _too_large(found: str) -> PredictionException:
     )
 
 
-# Files that people send as images and that can't be opened: offset, bytes at it, what they are.
+# Files that are sent as images and can't be opened: offset, the bytes there, and a description.
 _KNOWN_HEADS = (
     (0, b"PK", "a zip or pickle file"),
     (0, b"\x80\x02", "a zip or pickle file"),
@@ -229,7 +229,7 @@ _EXPECTED = (
 
 
 def picture_of_tensor(value: Any, limits: ImageLimits) -> Image.Image | torch.Tensor:
-    """Return the image; for floating-point tensors, the model's input for one request as float32.
+    """Convert one request's tensor: UINT8 or BYTES to an image, floats to the model's input as float32.
 
     Args:
         value: a numpy array (BF16: a torch tensor). BYTES hold an image file, or its base64 text, as in
@@ -237,14 +237,14 @@ def picture_of_tensor(value: Any, limits: ImageLimits) -> Image.Image | torch.Te
         limits: bounds on the image.
 
     Raises:
-        PredictionException: 400, it has none of the forms above, or holds several images.
+        PredictionException: 400, its datatype or shape is not accepted, or it holds several images.
     """
     if isinstance(value, torch.Tensor):
         numbers: torch.Tensor = _without_batch(value).float()
         return numbers
     if value.dtype == object:
         element = sole_element(value, "the bytes of an image file")
-        # All-ASCII bytes are base64: the only image formats in pure ASCII are not sent in practice.
+        # All-ASCII bytes are taken for base64: image formats in pure ASCII are not sent in practice.
         return decode_image(element.decode() if element and element.isascii() else element, limits)
     if value.dtype == np.uint8:
         return _picture(_without_batch(value), limits)

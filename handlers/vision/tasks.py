@@ -1,4 +1,4 @@
-"""The built-in handlers of images: classes, classes of pixels, and boxes of objects."""
+"""The built-in image handlers: classification, segmentation and object detection."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class ImageClassifier(VisionHandler):
         return map_class_to_label(best.tolist(), self.mapping, classes.tolist())
 
     def warmup_data(self) -> list[dict[str, object]] | None:
-        """Return a grey JPEG of 256 x 256; None if the model refuses it, as a model for number lists may."""
+        """Return a row with a grey 256 x 256 JPEG; None if the model fails on it: it may not take images."""
         buffer = io.BytesIO()
         Image.new("RGB", (256, 256), (128, 128, 128)).save(buffer, "JPEG")
         rows: list[dict[str, object]] = [{"body": bytearray(buffer.getvalue())}]

@@ -15,12 +15,12 @@ from torchere.handlers.errors import bad_request
 from torchere.handlers.rows import wrong_setting
 from torchere.handlers.vision.decode import DEFAULT_MAX_DECODED_BYTES
 
-# Limit of a resized image: a line of pixels, scaled to `resize` on its shorter side, would fill the memory.
-# This many RGB pixels take 512 MiB in Pillow.
+# Limit of a resized image: an image one pixel high, scaled until its shorter side is `resize`, would fill the
+# memory. This many RGB pixels take 512 MiB in Pillow.
 MAX_RESIZED_PIXELS = 2**27
-MAX_RATIO = 4  # of the sides of an image that may be resized to more
-# A pixel of an image that is not cropped counts as one of a JPEG in decode.py, so that each photograph that
-# was decoded passes. Its tensor takes 12 bytes a pixel, and the batch 12 more.
+MAX_RATIO = 4  # longer to shorter side; up to it, a resized image may exceed the limits
+# Bytes counted per pixel of an image that is not cropped: as many as decode.py counts for a JPEG, so that
+# every photograph that was decoded passes. Its tensor takes 12 bytes per pixel, and the batch 12 more.
 _PIXEL_BYTES = 10
 
 
@@ -55,10 +55,10 @@ def _crop_start(length: int, size: int) -> int:
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
-    """Return an image of any mode as RGB with 8 bits; of 16 bits the upper 8 are kept.
+    """Return an image of any mode as RGB with 8 bits per channel; of 16 bits the upper 8 are kept.
 
     Raises:
-        PredictionException: 400, the pixels are 32-bit numbers, of which no file says which one is white.
+        PredictionException: 400, the pixels are 32-bit numbers, and files do not say which number is white.
     """
     try:
         return pictures.to_rgb(image)
@@ -79,14 +79,14 @@ class ImageTransform:
     crop: int | None = 224  # side of the square, in pixels
     mean: tuple[float, ...] = (0.485, 0.456, 0.406)
     std: tuple[float, ...] = (0.229, 0.224, 0.225)
-    max_decoded_bytes: float | None = DEFAULT_MAX_DECODED_BYTES  # without `crop`; None: no limit
+    max_decoded_bytes: float | None = DEFAULT_MAX_DECODED_BYTES  # checked only without `crop`; None: no limit
 
     def __call__(self, image: Image.Image) -> torch.Tensor:
         """Return the tensor of an image.
 
         Raises:
-            PredictionException: 400, `to_rgb` refuses its mode, a long image would have too many pixels,
-                resized by its shorter side, or an image that is not cropped has too many.
+            PredictionException: 400, `to_rgb` refuses its mode, or it has too many pixels: a narrow image
+                after it is resized, or an image that is not cropped.
         """
         image = to_rgb(image)
         if self.resize is not None:
