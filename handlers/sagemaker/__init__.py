@@ -77,7 +77,7 @@ class SageMakerHandler:
     def _answer(self, row: dict[str, Any], index: int) -> Any:
         context = self._context
         found = context.get_all_request_header(index).items()
-        # The others are no texts, but describe the fields of a form.
+        # The other values are not texts: they describe the fields of a form.
         headers = {name.lower(): value for name, value in found if isinstance(value, str)}
         content_type = headers.get("content-type")
         accept = headers.get("accept")
@@ -142,11 +142,11 @@ class SageMakerHandler:
         """Return the tensor that a JSON, CSV or NPY body holds; JSON and CSV give 32-bit floats.
 
         Raises:
-            UnsupportedFormatError: it is another content type.
+            UnsupportedFormatError: the content type is not one of these.
         """
         array = toolkit.decode(input_data, content_type)
         is_text = toolkit.plain_type(content_type) in toolkit.UTF8_TYPES
-        # `torch.FloatTensor` takes a number alone for a size, of memory that others have left.
+        # `torch.FloatTensor` takes a single number for a size, and returns uninitialised memory.
         tensor = torch.as_tensor(array, dtype=torch.float32) if is_text else torch.from_numpy(array)
         return tensor.to(self._device)
 
@@ -176,7 +176,7 @@ def _device(context: Context) -> torch.device:
 
 def _script(model_dir: str) -> ModuleType | None:
     """Import the script of a model folder from `code/` or from the folder itself; None if it has none."""
-    for folder in (model_dir, str(Path(model_dir, "code"))):  # the latter is then searched first
+    for folder in (model_dir, str(Path(model_dir, "code"))):  # `code` is then searched first
         if folder not in sys.path:
             sys.path.insert(0, folder)
     name = (os.environ.get(PROGRAM_VARIABLE) or "inference.py").removesuffix(".py")

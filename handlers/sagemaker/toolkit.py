@@ -1,8 +1,8 @@
 """Formats and errors of SageMaker's inference toolkit, and the module names under which scripts import them.
 
 Scripts (`inference.py`) import helpers from `sagemaker_inference`. Where that package is not installed,
-`install` provides the modules that scripts use. What is read and written here equals what the toolkit reads
-and writes, except that NumPy files with pickled objects are refused.
+`install` provides the modules that scripts use. Reading and writing have the same results as in the toolkit,
+except that NumPy files with pickled objects are refused.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def decode(obj: Any, content_type: str | None) -> Any:
         content_type: one of JSON, CSV, NPY and NPZ; parameters after a semicolon are ignored.
 
     Raises:
-        UnsupportedFormatError: it is another content type.
+        UnsupportedFormatError: the content type is not one of these.
         ValueError: the body is not of that type; TensorError for a NumPy file.
     """
     decoder = _DECODERS.get(plain_type(content_type))
@@ -128,7 +128,7 @@ def encode(array_like: Any, content_type: str) -> Any:
     """Return an array or a list as text (JSON, CSV) or bytes (NPY).
 
     Raises:
-        UnsupportedFormatError: it is another content type.
+        UnsupportedFormatError: the content type is not one of these.
     """
     encoder = _ENCODERS.get(content_type)
     if encoder is None:

@@ -152,7 +152,7 @@ class _AliasImporter(Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         """Fill an alias module with the names of torchere's modules."""
-        # `import ts` is enough for `ts.context.Context`: TorchServe's worker has imported that already.
+        # `import ts` is enough for `ts.context.Context`: TorchServe's worker has imported `ts.context`.
         module.__getattr__ = functools.partial(_module_below, module.__name__)  # type: ignore[method-assign]
         for source, name, alias in names_of(module.__name__):
             ours = importlib.import_module(_HANDLERS + source)
@@ -161,7 +161,7 @@ class _AliasImporter(Loader):
             else:
                 setattr(module, alias, getattr(ours, name))
         if module.__name__ == "ts.metrics.process_memory_metric":
-            # Scripts look it up in `sys.modules`, where TorchServe's `ts.metrics` has put it.
+            # Scripts look this one up in `sys.modules`, where TorchServe's `ts.metrics` has put it.
             importlib.import_module("ts.metrics.system_metrics")
 
 

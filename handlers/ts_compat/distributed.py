@@ -32,7 +32,7 @@ class BasePippyHandler(BaseHandler):
 
 
 class BaseDeepSpeedHandler(BaseHandler):
-    """A handler whose device is its rank's; a subclass loads the model, as in TorchServe."""
+    """A handler whose device is that of its rank; a subclass loads the model, as in TorchServe."""
 
     def initialize(self, context: Context) -> None:
         """Set the device only."""
@@ -47,18 +47,18 @@ def initialize_rpc_workers(local_rank: int, world_size: int, ctx: Any = None) ->
 
 
 def get_pipeline_driver(model: Any, world_size: int, ctx: Context) -> NoReturn:
-    """Raise a `RuntimeError` that says what has taken the place of PiPPy."""
+    """Raise a `RuntimeError` that names the replacement of PiPPy."""
     raise RuntimeError(PIPPY_REMEDY)
 
 
 def get_ds_engine(model: Any, ctx: Context) -> Any:
-    """Return DeepSpeed's engine for a model, by the section `deepspeed` of `model-config.yaml`.
+    """Return DeepSpeed's engine for a model, configured by the section `deepspeed` of `model-config.yaml`.
 
-    DeepSpeed finds the weights in `handler.model_path`. Where the archive has no file of the name
-    `deepspeed.checkpoint`, it gets the list of the weight files in that folder.
+    DeepSpeed finds the weights in `handler.model_path`. If the archive lacks the file that
+    `deepspeed.checkpoint` names, DeepSpeed gets a list of the weight files in that folder.
 
     Raises:
-        ValueError: the section, a file that it names, or each weight file is missing.
+        ValueError: the section or a file that it names is missing, or there are no weight files.
         ImportError: DeepSpeed is not installed.
     """
     settings = ctx.model_yaml_config or {}
@@ -91,8 +91,8 @@ def get_ds_engine(model: Any, ctx: Context) -> Any:
 def _checkpoint(weights: Path, setting: str) -> dict[str, Any]:
     """Return DeepSpeed's list of the weight files below a folder.
 
-    TorchServe writes it to a file; as a value it needs no folder that can be written, and no rank reads a
-    file that another one is writing.
+    TorchServe writes the list to a file. A value needs no writable folder, and no rank can read a file that
+    another rank is still writing.
     """
     files = sorted(str(file) for file in weights.rglob("*.[bp][it][n]") if file.is_file())
     if not files:

@@ -34,8 +34,8 @@ from torchere.handlers.metrics import (
 from torchere.handlers.ts_compat.utilities import get_yaml_config
 
 PREDICTION_METRIC = "PredictionTime"
-# Values of one store. `emit_metrics` reports all of them with each batch, in some 4 ms, where a handler never
-# empties its store. A store made for a large batch has room for several values of each request.
+# Maximum number of values in a store: if a handler never empties it, `emit_metrics` reports all of them with
+# each batch, which takes 4 ms. A store for a large batch has room for several values of each request.
 MAX_STORED = 1_000
 MAX_STORED_OF_REQUEST = 16
 
@@ -90,16 +90,16 @@ class Metric:
         return {**members, "HostName": socket.gethostname(), "RequestId": self.request_id}
 
     def __str__(self) -> str:
-        """Return TorchServe's line of the value, which scripts for `system_metrics_cmd` print."""
+        """Return TorchServe's line for the value, which scripts for `system_metrics_cmd` print."""
         labels = ",".join(f"{item.name}:{item.value}" for item in self.dimensions)
         request = f",{self.request_id}" if self.request_id else ""
         host = f"#hostname:{socket.gethostname()},{int(time.time())}{request}"
-        value = str(self.value).removesuffix(".0")  # TorchServe writes whole numbers as the handler does
+        value = str(self.value).removesuffix(".0")  # TorchServe writes a whole number as the handler gave it
         return f"{self.name}.{self.unit}:{value}|#{labels}|{host}"
 
     @classmethod
     def of(cls, sample: MetricSample) -> Metric:
-        """Return the metric of a record; its requests are separated by commas, as in TorchServe."""
+        """Return the metric for a record; its request ids are joined by commas, as in TorchServe."""
         labels = [Dimension(*label) for label in sample.dimensions]
         ids = ",".join(sample.request_ids) or None
         return cls(sample.name, sample.value, sample.unit, labels, ids, sample.metric_type)
@@ -114,15 +114,15 @@ class Metric:
 class MetricsStore(MetricsCache):
     """The collector of the older API: it keeps its values in the list `store`, for `emit_metrics`.
 
-    The constructor is the one that handlers called. A full store drops its oldest value for a new one, since
-    handlers keep one store and never empty it.
+    Handlers construct it themselves, with TorchServe's arguments. A full store drops its oldest value for a
+    new one, since some handlers keep one store and never empty it.
     """
 
-    _has_dropped = threading.Event()  # of all stores: handlers may make one for each batch
+    _has_dropped = threading.Event()  # for all stores, as handlers may make one for each batch
 
     def __init__(self, request_ids: Mapping[int, str] | object, model_name: str) -> None:
         super().__init__(model_name)
-        # Handlers that construct it pass any object, mostly a uuid, which identifies no request.
+        # Handlers that construct it pass any object, usually a uuid, which identifies no request.
         self.request_ids = request_ids if isinstance(request_ids, Mapping) else {}
         self._by_labels: dict[MetricSample, Metric] = {}
 
@@ -170,7 +170,7 @@ class MetricsCacheYamlImpl(MetricsCache):
         config_file_path: a `metrics.yaml`; `initialize_cache` declares the metrics of its `model_metrics`.
 
     Raises:
-        MetricsCacheTypeError, MetricsCachePyYamlError, MetricsCacheIOError: no path, no YAML, no file.
+        MetricsCacheTypeError, MetricsCachePyYamlError, MetricsCacheIOError: no path, not YAML, not readable.
     """
 
     def __init__(self, config_file_path: str, model_name: str = "") -> None:
@@ -190,7 +190,7 @@ class MetricsCacheYamlImpl(MetricsCache):
         """Declare the metrics of the configuration.
 
         Raises:
-            MetricsCacheKeyError, MetricsCacheValueError: the section is missing or empty, or a key is.
+            MetricsCacheKeyError, MetricsCacheValueError: the section is missing, empty or invalid.
         """
         if "model_metrics" not in self._document:
             raise MetricsCacheKeyError("'model_metrics' key not found in yaml file")
@@ -258,7 +258,7 @@ class MockContext:
 
 
 def import_class(class_name: str, module_prefix: str | None = None) -> Any:
-    """Return the class `class_name`, optionally prefixed by its module, below package `module_prefix`.
+    """Return a class by its name, which may include its module, below the package `module_prefix`.
 
     Called from the code of an archive, it finds the archive's own modules too.
 

@@ -1,6 +1,6 @@
-"""The module `__main__` of a worker, as the code in it sees it: empty, with a file, and quick to import.
+"""Takes the launcher's place as `__main__` in a worker: defines no names there, and is quick to import.
 
-Processes that a handler spawns import it as `__mp_main__`, where it makes `import ts` resolve.
+Processes that a handler spawns import this file as `__mp_main__`, where it makes `import ts` resolve.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _launchers: list[ModuleType] = []  # keeps the globals of the code that runs as 
 
 
 def hide_launcher() -> None:
-    """Replace `__main__` and the command line of this process, whose code imports models.
+    """Replace `__main__` and the command line of this process, in which the code of models runs.
 
     Model code reads both to find out how it was started. It also unpickles classes of training scripts from
     `__main__`, where the names of a launcher must not hide theirs.

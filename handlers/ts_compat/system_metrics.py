@@ -1,4 +1,4 @@
-"""`ts.metrics.system_metrics` and its like: samples of the host, for handlers and `system_metrics_cmd`."""
+"""`ts.metrics.system_metrics` and the like: samples of the host, for handlers and `system_metrics_cmd`."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def disk_available() -> None:
 
 
 def gpu_utilization(num_of_gpu: int) -> None:
-    """Sample NVIDIA's GPUs, by `nvidia-smi`; there are no samples without it, or of what it can't tell."""
+    """Sample NVIDIA's GPUs with `nvidia-smi`: nothing if it is missing, else the values that it reports."""
     program = shutil.which("nvidia-smi")
     if num_of_gpu <= 0 or program is None:
         return
@@ -101,7 +101,7 @@ def gpu_utilization(num_of_gpu: int) -> None:
 
 
 def collect_all(mod: ModuleType, num_of_gpu: int) -> None:
-    """Call every function of a module that samples, and log the samples as TorchServe reads them."""
+    """Call every sampler function of a module, and log the samples in the format that TorchServe reads."""
     samplers = [each for each in vars(mod).values() if isinstance(each, FunctionType)]
     for sampler in samplers:
         if sampler.__name__ in _NO_SAMPLERS or sampler.__name__.startswith("_"):

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from torchere.handlers.loading.compile import PT2_BACKENDS
 
-# What TorchServe's base handler has found at its import; handlers branch on these.
+# Flags that TorchServe's base handler sets when it is imported; handlers branch on them.
 PROFILER_AVAILABLE = True
 XLA_AVAILABLE = importlib.util.find_spec("torch_xla") is not None
 PT2_AVAILABLE = True
@@ -64,7 +64,7 @@ def deprecated(
 
 
 def timeit(function: F) -> F:
-    """Return the function with the duration of each call in the log."""
+    """Decorate a function so that the duration of each call is logged."""
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
