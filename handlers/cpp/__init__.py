@@ -29,7 +29,7 @@ class CppHandlerName(NamedTuple):
 
 
 def cpp_handler_name(handler: str, runtime: str) -> CppHandlerName | None:
-    """Return the library and the class that a manifest's handler names; None: it is no handler in C++.
+    """Return the library and the class that a manifest's handler names; None if it is not in C++.
 
     As in TorchServe's C++ backend, `libmy_handler:MyHandler` is the class `MyHandler` in `libmy_handler.so`.
     """
@@ -50,7 +50,7 @@ def compile_flags() -> Sequence[str]:
         "-DFMT_HEADER_ONLY",
         f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
         f"-I{INCLUDE}",
-        *(f"-isystem{folder}" for folder in includes),  # no warnings of torch's own headers
+        *(f"-isystem{folder}" for folder in includes),  # suppresses warnings in torch's headers
         f"-L{home / 'lib'}",
         *("-ltorch", "-ltorch_cpu", "-lc10"),
     )

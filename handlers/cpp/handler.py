@@ -64,10 +64,10 @@ class CppHandler:
     def initialize(self, context: Context) -> None:
         """Open the library, create the handler and load its model.
 
-        It is closed when this object is garbage-collected, and left open when the process ends.
+        The handler is closed when this object is garbage-collected, and left open when the process ends.
 
         Raises:
-            HandlerLoadError: one of these failed, or `batchSize` is above 256; the text names the remedy.
+            HandlerLoadError: a step failed, or `batchSize` is above 256; the text names the remedy.
         """
         system = context.system_properties
         batch_size = int(system.get("batch_size") or 1)

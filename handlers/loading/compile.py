@@ -1,4 +1,4 @@
-"""How a loaded model computes: by torch.compile (`pt2`), in oneDNN's layout, in half precision."""
+"""How a loaded model computes: with torch.compile (`pt2`), in oneDNN's layout, in half precision."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ IPEX_AVAILABLE = IS_ASKED_FOR and importlib.util.find_spec(_EXTENSION) is not No
 def optimized(model: Any) -> Any:
     """Return the model as TorchServe's handlers run it with `ipex_enable=true`; unchanged without that.
 
-    The extension is archived, and its kernels are torch's own by now (oneDNN). So without it the model gets
+    The extension is archived, and its kernels are part of torch by now (oneDNN). So without it the model gets
     the layout that both prefer, channels last, and torch does the rest.
     """
     if not IS_ASKED_FOR or not isinstance(model, torch.nn.Module):
@@ -106,7 +106,7 @@ _TYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def autocasting(model: Any, config: Mapping[str, Any], device: torch.device) -> Any:
-    """Return the model wrapped as `autocast` in its config says; the model itself where it is not set.
+    """Return the model wrapped as `autocast` in its config says; the model itself if it is not set.
 
     Raises:
         ValueError: `autocast` is not one of the types, or the model is a session of onnxruntime.
@@ -136,7 +136,7 @@ class Autocast:
     """
 
     def __init__(self, model: Any, device: torch.device, dtype: torch.dtype) -> None:
-        self.wrapped = model  # for questions about its class
+        self.wrapped = model  # callers check its class
         self._device_type = device.type
         self._dtype = dtype
 
@@ -148,7 +148,7 @@ class Autocast:
             return pytree.tree_map_only(torch.Tensor, self._widened, self.wrapped(*args, **kwargs))
 
     def __getattr__(self, name: str) -> Any:
-        if name == "wrapped":  # a copy is asked for attributes before it has any
+        if name == "wrapped":  # `copy` looks up attributes before the copy has any
             raise AttributeError(name)
         return getattr(self.wrapped, name)
 

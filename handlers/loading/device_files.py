@@ -1,6 +1,6 @@
 """Device files of accelerators, as patterns for `glob`. No imports: the server reads it without torch."""
 
-# One of these is there where CUDA or ROCm has a GPU: NVIDIA's driver, WSL, Jetson, ROCm.
+# One of these exists where CUDA or ROCm has a GPU: NVIDIA's driver, WSL, Jetson, ROCm.
 CUDA = ("/dev/nvidia[0-9]*", "/dev/dxg", "/dev/nvmap", "/dev/kfd")
 # Intel's GPUs, too.
 GPUS = (*CUDA, "/dev/dri/renderD*")

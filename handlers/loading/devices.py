@@ -24,7 +24,7 @@ from torchere.handlers.loading import device_files, xla
 logger = logging.getLogger(__name__)
 
 _WITH_MODULE = ("cuda", "xpu", "mps", "hpu")
-_BUILDS = ("cuda", "hip", "xpu")  # in `torch.version`: what this torch was built for
+_BUILDS = ("cuda", "hip", "xpu")  # in `torch.version`: the platforms that this torch was built for
 _PLUGINS = ("torch_xla", "habana_frameworks")
 # Up to this size CUDA copies from pageable memory without waiting (API synchronization behavior).
 _PAGEABLE_BYTES = 65_536
@@ -34,13 +34,13 @@ CPU = torch.device("cpu")
 
 
 def choose_device(gpu_id: int | str | None, config: Mapping[str, Any] | None = None) -> torch.device:
-    """Return the best available device, CUDA, Intel GPU, Apple GPU, XLA, CPU, in this order; or of one kind.
+    """Return the first available device of CUDA, Intel GPU, Apple GPU, XLA and CPU, or one of `deviceType`.
 
     Args:
         gpu_id: the accelerator assigned to this instance (from `MockContext` a `str`); a warning is logged
-            when torch can use none. None excludes CUDA, Intel and Apple GPUs.
-        config: the model config. Its `deviceType` may be "cpu", or the only kind that is taken ("xpu", "mps",
-            "hpu", "xla"), with a warning where it is not available; any other value says nothing.
+            when torch can't use any. None excludes CUDA, Intel and Apple GPUs.
+        config: the model config. If its `deviceType` is "xpu", "mps", "hpu" or "xla", and this kind is not
+            available, a warning is logged and the CPU is used; values other than these and "cpu" are ignored.
 
     Raises:
         RuntimeError: torch has GPUs, but not this one.
@@ -66,7 +66,7 @@ def choose_device(gpu_id: int | str | None, config: Mapping[str, Any] | None = N
 
 
 def kind_of(config: Mapping[str, Any] | None) -> str:
-    """Return the kind of device that a model config asks for, in lower case; "": none."""
+    """Return the kind of device that a model config asks for, in lower case; "" if it names none."""
     kind = (config or {}).get("deviceType")
     return kind.lower() if isinstance(kind, str) else ""
 
@@ -82,7 +82,7 @@ def _of_kind(kind: str, gpu_id: int | str | None, config: Mapping[str, Any]) -> 
 
 
 def sees_only_cpu() -> bool:
-    """Return whether torch finds no other device here. Asks no driver, so the process may fork afterwards."""
+    """Return whether torch finds only the CPU here. Asks no driver, so the process may fork afterwards."""
     if any(importlib.util.find_spec(plugin) for plugin in _PLUGINS):
         return False
     if not any(getattr(torch.version, build, None) for build in _BUILDS):
@@ -95,7 +95,7 @@ def _has_xla() -> bool:
 
 
 def _module(kind: str) -> Any:
-    """Return torch's module of a kind of device; None: this torch has none, or it has no functions."""
+    """Return torch's module for a kind of device; None if the kind or this build of torch has no module."""
     return torch.get_device_module(kind) if kind in _WITH_MODULE and hasattr(torch, kind) else None
 
 
@@ -114,7 +114,7 @@ def _use_tensor_cores(device: torch.device) -> None:
 
 
 def own_stream(gpu_id: int, kind: str = "") -> None:
-    """Give the calling thread a stream of its own, so that executors share a GPU but no queue.
+    """Give the calling thread a stream of its own, so that executors share a GPU but not its queue.
 
     `kind`: see `kind_of`. A kind without streams has one queue for all.
     """
@@ -171,7 +171,7 @@ def gpu_is_usable(gpu_id: int | None, free_memory: bool) -> bool:
     and CUDA word errors of the same GPU differently. Apple's GPUs and XLA have no such state.
 
     Args:
-        gpu_id: of the executor; None when it has none of its own.
+        gpu_id: the executor's GPU; None if it has none of its own.
         free_memory: release the memory that torch caches, because other processes may lack it. This frees
             nothing while the exception is alive, because its frames hold the tensors.
     """

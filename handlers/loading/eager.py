@@ -59,7 +59,7 @@ def eager_class(archive: ArchiveModules, model_file: str) -> Any:
             f"Missing the model.py file: the manifest names {model_file}, and the archive holds no such file"
         )
     found = list_classes_from_module(archive.load(file.stem))
-    classes = list(dict.fromkeys(found))  # each once, also with several names
+    classes = list(dict.fromkeys(found))  # a class with several names counts once
     modules = [item for item in classes if issubclass(item, torch.nn.Module)]
     if len(modules or classes) != 1:
         raise ValueError(
@@ -70,7 +70,7 @@ def eager_class(archive: ArchiveModules, model_file: str) -> Any:
 
 
 def _replace(model: torch.nn.Module, state: dict[str, Any]) -> None:
-    """Give the model's tensors the memory of the file's, or a copy where others share their memory.
+    """Give the model's tensors the memory of the file's; copy the values where a tensor shares its memory.
 
     The tensors stay the same objects: the class may hold them by more names than `state_dict` knows.
     """
@@ -85,7 +85,7 @@ def _replace(model: torch.nn.Module, state: dict[str, Any]) -> None:
 
 
 def _copy(tensor: torch.Tensor, values: torch.Tensor) -> None:
-    """Copy the values; of an expanded tensor each repeated element once, as torch refuses to write it."""
+    """Copy the values; write repeated elements of an expanded tensor once, as torch refuses to write them."""
     once, given = tensor, values
     for dimension, stride in enumerate(tensor.stride() if tensor.layout is torch.strided else ()):
         if stride == 0 and tensor.numel():
@@ -93,14 +93,14 @@ def _copy(tensor: torch.Tensor, values: torch.Tensor) -> None:
     if once is not tensor and torch.equal(given.expand_as(values), values):
         once.copy_(given)
     else:
-        tensor.copy_(values)  # torch's error, if an expanded tensor has no room for them
+        tensor.copy_(values)  # raises torch's error if an expanded tensor has no room for them
 
 
 def _may_replace(model: torch.nn.Module, state: dict[str, Any]) -> bool:
     """Return whether the model can take the file's tensors one by one.
 
-    Otherwise torch loads and converts them: where they differ, and where code of the class takes part in
-    loading, as to rename keys.
+    Otherwise torch loads and converts them: if they differ from the model's, or if the class has code of its
+    own for loading, such as to rename keys.
     """
     if not all(map(_loads_plainly, model.modules())):
         return False
@@ -108,17 +108,17 @@ def _may_replace(model: torch.nn.Module, state: dict[str, Any]) -> bool:
     if own.keys() != state.keys() or not all(_is_alike(own[name], state[name]) for name in own):
         return False
     held = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
-    return all(id(tensor) in held for tensor in own.values())  # else the class made it for the state dict
+    return all(id(tensor) in held for tensor in own.values())  # otherwise made only for the state dict
 
 
 def _is_alone(tensor: torch.Tensor) -> bool:
-    """Return whether the tensor has its memory for itself: a view, wherever it is, sees only copies."""
+    """Return whether no other tensor shares its memory: a view, if there is one, needs the values copied."""
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided:
         return False
     try:
         # An array's memory, which NumPy may share, can't be resized.
         return _owners(tensor) == _owners(torch.empty(1)) and tensor.untyped_storage().resizable()
-    except (AttributeError, RuntimeError):  # torch's count is private, and a copy is right without it
+    except (AttributeError, RuntimeError):  # torch's count is private; without it, values are copied
         return False
 
 
@@ -131,7 +131,7 @@ def _loads_plainly(module: torch.nn.Module) -> bool:
     # torch's own overrides add keys that old files lack.
     return (
         type(module).load_state_dict is torch.nn.Module.load_state_dict
-        and type(module).state_dict is torch.nn.Module.state_dict  # another may not take `keep_vars`
+        and type(module).state_dict is torch.nn.Module.state_dict  # an override may lack `keep_vars`
         and module._load_from_state_dict.__module__.startswith("torch.nn.modules.")
         and not module._load_state_dict_pre_hooks
         and not module._load_state_dict_post_hooks
@@ -147,7 +147,7 @@ def _is_alike(one: object, other: object) -> bool:
 
 
 def read_state_dict(path: str) -> dict[str, Any]:
-    """Return a plain state dict, mapped if it is worth it; raise RuntimeError if the file holds none."""
+    """Return a plain state dict, memory-mapped if it is large; raise RuntimeError if the file holds none."""
     # Files of torch before 1.6 are not zip files and can't be mapped; copying a small file is as fast.
     mapped = os.path.getsize(path) >= WORTH_MAPPING_BYTES and zipfile.is_zipfile(path)
     try:

@@ -1,4 +1,4 @@
-"""A rank's part of an archive's model, by the section `parallel` of its config."""
+"""Loads a rank's part of an archive's model, as the section `parallel` of its config says."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def import_libraries(
 ) -> bool:
     """Import the libraries that the ranks of a Hugging Face folder need, in the process that forks them.
 
-    It takes 2.5 s of a core (transformers 5.24, for a Llama): once, and not in each rank.
+    The import takes 2.5 s of a core (transformers 5.24, for a Llama); so it is done once, not in each rank.
 
     Args:
         model_dir: the unpacked archive.
         model: the `model` object of the manifest.
         config: the parsed model-config.yaml.
-        may_ask_driver: import the module of the model, too, whose imports ask torch for GPUs.
+        may_ask_driver: also import the model's own module, whose imports ask torch for GPUs.
 
     Returns:
         Whether there was something to import. Errors are left to the ranks, which meet them when they load.
@@ -54,8 +54,8 @@ def load_part(
 ) -> torch.nn.Module:
     """Return the model with this rank's part of the weights; call it in all ranks.
 
-    Its class makes it without weights, and the rank reads its part of the file. A class that computes with
-    its weights when it is made, or has its own way to load them, loads them whole first.
+    The class constructs the model without weights, and the rank reads its part of the file. The weights are
+    loaded whole first if the constructor computes with them, or if the class has its own way to load them.
 
     Args:
         archive: the archive of the model file.
@@ -106,7 +106,7 @@ def _made_without_weights(archive: ArchiveModules, model_file: str) -> torch.nn.
     try:
         with without_weights():
             model: torch.nn.Module = eager_class(archive, model_file)()
-    except Exception:  # of the class; made with its weights, it raises what is wrong or works
+    except Exception:  # raised by the class; constructed with weights, it works or fails again
         return None
     renames = type(model).load_state_dict is not torch.nn.Module.load_state_dict or any(
         part._load_state_dict_pre_hooks or part._load_state_dict_post_hooks for part in model.modules()
@@ -116,7 +116,7 @@ def _made_without_weights(archive: ArchiveModules, model_file: str) -> torch.nn.
 
 
 def _is_alike(model: torch.nn.Module, weights: Weights) -> bool:
-    """Return whether the weights are those of the model, so that its class needs not load them."""
+    """Return whether the weights match the model's, so that its class need not load them."""
     own = {name: (tensor.shape, tensor.dtype) for name, tensor in model.state_dict().items()}
     return own == weights.shapes()
 

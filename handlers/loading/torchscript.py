@@ -1,4 +1,4 @@
-"""Loads TorchScript for all handlers: checked, in eval mode, on a CPU mapped and optimised."""
+"""Loads TorchScript for all handlers: checked, in eval mode, on a CPU memory-mapped and optimised."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ _CHANGES = ("prim::SetAttr", "prim::CallMethod")  # a method that can't be inlin
 
 
 def changes_itself(module: torch.jit.ScriptModule) -> bool:
-    """Whether `forward` of a module in eval mode may write to the module's tensors, lists or attributes.
+    """Return whether `forward` of a module in eval mode may change the module's tensors, lists or attributes.
 
     The answer is from torch's alias analysis, which is conservative: True may be wrong, False is not.
     """
@@ -119,5 +119,5 @@ def _take_as_not_training(graph: Any) -> None:
 
 
 def _can_change(value: Any) -> bool:
-    """Whether a value can be written to: not a module, whose attributes are checked, nor a scalar or text."""
+    """Return whether a value is writable: not a module, whose attributes are checked, a scalar or a text."""
     return not str(value.type()).startswith(("__torch__.", "int", "float", "bool", "str", "NoneType"))

@@ -1,4 +1,4 @@
-"""The weights of an archive, before they are loaded: their kind, and what versions and instances share."""
+"""The weights of an archive before they are loaded: their kind, and how versions and instances share them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class WeightsKind(Enum):
     """How the model of an archive is loaded."""
 
     EAGER = "eager"  # a class from the model file, with or without a state dict
-    HUGGING_FACE = "hugging_face"  # the files of a model folder, which transformers makes a model of
+    HUGGING_FACE = "hugging_face"  # the files of a model folder, from which transformers makes a model
     TORCHSCRIPT = "torchscript"
     ONNX = "onnx"
     AOT_SHARED_OBJECT = "aot_shared_object"
@@ -84,8 +84,8 @@ def wants_aot_compile(config: dict[str, Any]) -> bool:
 # Location of weights that several versions share: a file beside the folder of the archive.
 #
 # Processes that map the same file share its pages; those that map equal copies do not. So the server
-# gives versions with the same weights one file. If a handler could write to that file, it is not in the
-# handler's folder, which then has a file of its own.
+# gives versions with the same weights one file. If a handler could write to that file, its folder
+# has a copy instead, and loaders map the file beside the folder.
 
 WORTH_MAPPING_BYTES = 1 << 20  # a smaller file is copied in less than a millisecond
 
@@ -124,8 +124,7 @@ class SharedModels:
     def __init__(self) -> None:
         self._models: dict[Hashable, object] = {}
         self._loading: dict[Hashable, threading.Lock] = {}  # each held while its model is loaded
-        # False once a model was not shared: such a model may keep state, which one more instance would not
-        # have.
+        # False once a model was not shared: it may keep state, which another instance would lack.
         self.shares_all = True
         self._lock = threading.Lock()  # guards _loading; never held while a model loads
 

@@ -1,7 +1,7 @@
 """PyTorch/XLA: its device, and a model's weights over a mesh of its devices (SPMD).
 
-The only module that imports `torch_xla`, which moves: tried with 2.9. `PJRT_DEVICE` in the environment of the
-server says which devices there are (`TPU`, `CUDA`, `NEURON`, or `CPU` with `CPU_NUM_DEVICES` for a trial).
+The only module that imports `torch_xla`, whose API changes: tried with 2.9. The server's variable
+`PJRT_DEVICE` names the devices (`TPU`, `CUDA`, `NEURON`, or `CPU` with `CPU_NUM_DEVICES` for a trial).
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def wait() -> None:
 def over_mesh(model: torch.nn.Module, config: Mapping[str, Any]) -> torch.nn.Module:
     """Divide the weights of a model on XLA's device over the mesh of the model config, and return the model.
 
-    The section `xla` has `mesh`, the sizes of the named axes, and `partition`: for patterns of parameters'
-    names, the axis that divides each dimension, or null. Other weights, and inputs, are whole on each device.
+    The section `xla` has `mesh`, the sizes of named axes, and `partition`, from patterns of parameter names
+    to the axes that divide each dimension, or null. Other weights, and the inputs, are whole on each device.
 
     Raises:
         ValueError: the section is wrong, or does not fit the devices or the model.
