@@ -34,7 +34,7 @@ class _Loader(yaml.SafeLoader):
     """PyYAML's safe loader, with a limit on the length of numbers (such as base-60 `1:1:1:...`)."""
 
     def construct_scalar(self, node: yaml.ScalarNode | yaml.MappingNode) -> Any:
-        value = super().construct_scalar(node)  # of a mapping the value of its key `=`
+        value = super().construct_scalar(node)  # for a mapping, the value of its key `=`
         if node.tag in _NUMBERS and len(value) > MAX_NUMBER_CHARACTERS:
             problem = f"a number of {len(value)} characters"
             raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
@@ -53,7 +53,7 @@ def _check_shape(text: str) -> None:
                 raise ValueError(f"{event.anchor} is part of itself")
             values += sizes.get(event.anchor, 1)
         elif isinstance(event, yaml.NodeEvent):
-            # Aliases of a long text take as much as those of many values, once the document is written.
+            # Once serialized, aliases of a long text take as much memory as those of many values.
             size = 1 + len(getattr(event, "value", "")) // _CHARACTERS_OF_A_VALUE
             values += size
             sizes[event.anchor] = size

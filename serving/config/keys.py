@@ -34,7 +34,7 @@ class Key:
     advice: str = ""
     no_advice_for: str = ""  # a value (lower case) that requests no feature, so no advice is given
     variable: str = ""  # environment variable; "": the key is allowed in the file only
-    gates: tuple[str, ...] = (ENV_GATE,)  # `variable` counts if these keys are true in the file
+    gates: tuple[str, ...] = (ENV_GATE,)  # `variable` is read only if these keys are true in the file
     lenient: bool = False  # an invalid value is only a warning, and the default is used
     secret: bool = False  # the value is never shown
 

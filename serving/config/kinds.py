@@ -46,7 +46,7 @@ class Kind:
 
 
 def near(name: str, known: Collection[str], similarity: float = 0.6) -> str:
-    """Return a suggestion of the most similar known name; "" if none is similar (0 to 1, difflib's ratio)."""
+    """Suggest the most similar known name; "" if none reaches `similarity` (difflib's ratio, 0 to 1)."""
     found = difflib.get_close_matches(name, known, n=1, cutoff=similarity)
     return f"did you mean {found[0]}?" if found else ""
 
@@ -199,7 +199,7 @@ def address(http_port: int, https_port: int) -> Kind:
 
 
 def _read_host(text: str) -> str:
-    if not re.fullmatch(r"\[?[^\s/\[\]]+\]?", text) or text.count(":") == 1:  # IPv6: not one
+    if not re.fullmatch(r"\[?[^\s/\[\]]+\]?", text) or text.count(":") == 1:  # one colon: a port follows
         raise ValueError
     return text.strip("[]")
 
@@ -233,7 +233,7 @@ def _remark_models(text: str) -> str:
 
 
 def shown_url(url: str) -> str:
-    """Return a URL, or name=URL, for logs and descriptions: without a user, and a query that may sign it.
+    """Return a URL, or name=URL, for logs and descriptions: without user and query, which may be secret.
 
     >>> shown_url("https://user:word@bucket/m.mar?X-Amz-Signature=0f"), shown_url("a?b.mar")
     ('https://bucket/m.mar', 'a?b.mar')

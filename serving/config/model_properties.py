@@ -20,7 +20,7 @@ _COUNTS = ("minWorkers", "maxWorkers", "batchSize", "maxBatchDelay", "responseTi
 _SNAPSHOT_FIELDS = ("defaultVersion", "marName", "minWorkers", "maxWorkers", "batchSize", "maxBatchDelay")
 _MEMBERS = frozenset((*_COUNTS, *_SNAPSHOT_FIELDS, *UNSUPPORTED_KEYS, "parallelLevel", "runtimeType", OURS))
 _MOST_NAMED = 5  # unknown members named in a message
-_NEAR = 20  # characters shown on both sides of a place that is no JSON
+_NEAR = 20  # characters shown on both sides of a place that is not JSON
 
 _Models: TypeAlias = dict[str, dict[str, dict[str, object]]]
 
@@ -44,7 +44,7 @@ def _json_object(text: str) -> dict[str, Any]:
     try:
         value = json.loads(text, object_pairs_hook=_without_twins)
     except json.JSONDecodeError as err:
-        # Not by its line: lines that end with a backslash are joined by now.
+        # Without a line number: lines that end with a backslash are joined already.
         near = text[max(0, err.pos - _NEAR) : err.pos + _NEAR]
         raise ValueError(f"not JSON: {err.msg} at character {err.pos}, in {near!r}") from err
     except RecursionError as err:
@@ -89,7 +89,7 @@ def _read_defaults(text: str) -> _Models:
 
 
 def _is_reversed(settings: dict[str, object]) -> bool:
-    """Whether an entry has a minWorkers above its maxWorkers; 0 stands for a number that is left out."""
+    """Return whether an entry's minWorkers is above its maxWorkers; 0 means not set."""
     least, most = (_count(settings.get(key, 0), key, "", signed=True) for key in ("minWorkers", "maxWorkers"))
     return least > most > 0
 
@@ -131,7 +131,7 @@ def _snapshot_workflow(entry: object) -> SnapshotWorkflow:
         raise ValueError(
             f"a member of workflows is {_shown(entry)}, expected workflowUrl and workflowName as texts"
         )
-    # A client may have registered it with a number below 0, which stands for one that is left out.
+    # A client may have registered it with a number below 0, which means not set.
     response_s, startup_s = [
         _count(members[key], key, str(name), signed=True) if key in members else None
         for key in ("responseTimeout", "startupTimeout")

@@ -34,7 +34,7 @@ class ModelConfig:
 
     present: bool = False
     raw: dict[str, Any] = field(default_factory=dict)
-    ignored: dict[str, str] = field(default_factory=dict)  # key of a wrong type -> remark
+    ignored: dict[str, str] = field(default_factory=dict)  # key that is not used as given -> why
     min_workers: int | None = None
     max_workers: int | None = None
     batch_size: int | None = None
@@ -155,12 +155,12 @@ class _Reader:
         if key in _CLAMPED:
             self.ignored[key] = f"is {value}, expected at least {minimum}; it counts as {minimum}"
             return minimum
-        if value:  # 0 stands for a key that is left out
+        if value:  # 0 means not set
             self._ignore(key, f"at least {minimum}")
         return None
 
     def workers(self) -> tuple[int | None, int | None]:
-        """Return the least and the largest number of workers, which count together only, as in TorchServe."""
+        """Return minWorkers and maxWorkers, which, as in TorchServe, take effect only if both are set."""
         least, most = self.integer("minWorkers", 1), self.integer("maxWorkers", 0)
         if least and (most or 0) < least:
             self._ignore("minWorkers", "a maxWorkers that is at least as large")
@@ -191,7 +191,7 @@ class _Reader:
                 self._ignore(key, "sequenceBatching: true beside it")
 
     def note_spellings(self) -> None:
-        """Note keys that are spelt as one that was read but for capitals and underscores (`batch_size`)."""
+        """Note keys that differ from a known key only by capitals and underscores (`batch_size`)."""
         spellings = {key.lower(): key for key in self._read if key not in self._raw}
         for key in self._raw:
             meant = spellings.get(key.replace("_", "").lower()) if isinstance(key, str) else None
@@ -208,9 +208,9 @@ class _Reader:
         return ()
 
     def parallel(self) -> ParallelSettings | None:
-        """Return how a worker is spread: by our section `parallel`, or by a type and a level of TorchServe's.
+        """Return how a worker is spread over ranks: by our section `parallel`, or as TorchServe does it.
 
-        TorchServe needs both.
+        TorchServe needs both a type and a level.
         """
         try:
             split = Split.read(self._raw)
@@ -238,7 +238,7 @@ class _Reader:
         level = _on_each_machine(split.ranks, settings)
         block = self._raw.get("torchrun")
         overruled = {
-            "parallelType": None if kind in ("tp", "pptp") else kind,  # each rank gets each request, too
+            "parallelType": None if kind in ("tp", "pptp") else kind,  # in these each rank gets each request
             "parallelLevel": self._raw.get("parallelLevel"),
             "torchrun.nproc-per-node": block.get("nproc-per-node") if isinstance(block, dict) else None,
         }
@@ -249,7 +249,7 @@ class _Reader:
         return replace(settings, kind="pptp", level=level)
 
     def _note_lost_level(self, kind: str | None, level: int, torchrun: Any) -> None:
-        """Note a type or a level without effect: a model would be served from one process, or one GPU."""
+        """Note a type or a level without effect: the model is served from one process, or one GPU."""
         if self.ignored.keys() & {"parallelType", "parallelLevel"}:
             return
         own = self._raw.get("parallelLevel")
@@ -263,7 +263,7 @@ class _Reader:
             )
 
     def torchrun(self, settings: ParallelSettings) -> ParallelSettings:
-        """Return the settings with those of the keys of `torchrun`."""
+        """Return the settings, changed by the keys of `torchrun`."""
         least, most = self._nnodes()
         conf = dict(part.partition("=")[::2] for part in str(self._raw.get("rdzv-conf", "")).split(","))
         last_call = str(conf.get("last_call_timeout", ""))
@@ -287,7 +287,7 @@ class _Reader:
         )
 
     def _nnodes(self) -> tuple[int, int]:
-        """Return the least and the largest number of machines: `nnodes` is a number, or both, as `1:3`."""
+        """Return the lowest and highest number of machines: `nnodes` is a number, or a range like `1:3`."""
         value = self._raw.get("nnodes", 1)
         first, _, last = value.partition(":") if isinstance(value, str) else (str(value), "", "")
         least, most = _number(first), _number(last or first)
@@ -305,7 +305,7 @@ class _Reader:
 
 
 def _number(text: str) -> int:
-    """Return the number that the digits of `text` spell; 0 for other texts, and more than Python converts."""
+    """Return the number that the digits of `text` spell; 0 for other texts and for too many digits."""
     return int(text) if text.isdecimal() and len(text) <= MAX_NUMBER_CHARACTERS else 0
 
 
@@ -328,7 +328,7 @@ _OF_SEQUENCES = (
     *("sequenceMaxIdleMSec", "sequenceTimeoutMSec"),
     *("maxNumSequence", "maxSequenceJobQueueSize"),
 )
-_IN_TORCHRUN = {"nproc-per-node": "parallelLevel"}  # by the names that `largest` knows
+_IN_TORCHRUN = {"nproc-per-node": "parallelLevel"}  # the names that `largest` knows
 
 # TorchServe replaces lower values by the minimum instead of ignoring them.
 _CLAMPED = ("minWorkers", "batchSize", "maxRetryTimeoutInSec")
@@ -336,17 +336,16 @@ _CLAMPED = ("minWorkers", "batchSize", "maxRetryTimeoutInSec")
 
 logger = logging.getLogger(__name__)
 
-# The precedence of the sources of a setting: a pure function of all sources.
-# TorchServe's precedence: the registration request, the archive's model config, the `models={...}` property,
-# the server's defaults. For timeouts, the model config comes first. The number of executors is that of the
-# model config, else of the request; models loaded at startup have no request, so it is that of
-# `models={...}`, else the default.
+# Precedence of the sources of a setting, as in TorchServe: the registration request, the archive's model
+# config, the property `models={...}`, the server's defaults. For timeouts the request comes third. The number
+# of executors is that of the model config, else that of the request. A model that is loaded at startup has no
+# request; its number is that of the model config, else that of `models={...}`, else the default.
 
 # An archive with a model config that sets no timeout gets TorchServe's built-in default, not the server's: in
 # TorchServe, `default_response_timeout` does not apply to such a model, so it must not shorten the timeout
 # here.
 TIMEOUT_WITH_CONFIG_S = 120.0
-# Requests inside a worker with `asyncCommunication`, where TorchServe has no limit; the others wait outside,
+# Requests inside a worker with `asyncCommunication`, where TorchServe has no limit; the rest wait outside,
 # where they are counted, and answered if the worker dies. At most `MAX_LANES`, the cells for begin marks.
 ASYNC_AT_ONCE = 1024
 
@@ -371,7 +370,7 @@ def effective_settings(
     `defaults` is the version's entry of the `models={...}` property, or {}; `gpus` is the number of GPUs,
     of the kind that the config asks for.
     """
-    # The requests of a sequence run in order, those of continuous batching together, and ranks in step.
+    # One run at a time: requests of a sequence run in order, continuous batches together, ranks in step.
     in_turn = config.sequence_batching or config.continuous_batching
     in_turn = in_turn or (config.parallel is not None and config.parallel.is_group)
     batch = BatchSettings(
@@ -413,7 +412,7 @@ def effective_settings(
 
 
 def _device_ids(config: ModelConfig, gpus: int) -> tuple[int, ...]:
-    """Return the device ids; as in TorchServe, one id without a GPU makes all ids ignored."""
+    """Return the device ids; as in TorchServe, all are ignored if there is no GPU for one of them."""
     if max(config.device_ids, default=-1) < gpus:
         return config.device_ids
     if gpus:

@@ -22,8 +22,8 @@ Level = Literal["effect", "warning", "error"]
 COMMAND_LINE = "command line"
 DEFAULTS = "default of torchserve"
 _HIDDEN = "***"
-_SECRET = re.compile(r"pass|secret|token|credential|private|(^|[_.-])key", re.IGNORECASE)  # names of keys
-_SIMILAR_VARIABLE = 0.85  # difflib's ratio; TS_METRICS_PORT, a service's, has 0.8 to TS_METRICS_MODE
+_SECRET = re.compile(r"pass|secret|token|credential|private|(^|[_.-])key", re.IGNORECASE)  # keys to hide
+_SIMILAR_VARIABLE = 0.85  # difflib's ratio; above that of TS_METRICS_PORT (a service's) to TS_METRICS_MODE
 _SHOWN_CHARACTERS = 80  # longest value in a message; `models` may be long
 
 
@@ -91,7 +91,7 @@ def configure(
     """Merge the sources; `overrides` are the command line options, by the file's key names.
 
     `defaults` replace those of `ServerSettings`, and are not kept in snapshots.
-    An invalid value is not raised, but is a finding of level "error" (see `Configuration.checked`).
+    An invalid value raises nothing: it becomes a finding of level "error" (see `Configuration.checked`).
     """
     environ, entries = environ or {}, tuple(entries)
     findings: list[Finding] = []
@@ -120,7 +120,7 @@ def configure(
     for given in winners.values():
         findings += _take(given, values)
     models = winners.get("load_models")
-    beside = models is not None and models.source == COMMAND_LINE  # of a snapshot
+    beside = models is not None and models.source == COMMAND_LINE  # they add to those of a snapshot
     findings += _contradictions(values, beside)
     settings = _build(values, beside)
     for check in (_open_management, _shut_out, _plain_grpc, _equal_addresses):
@@ -198,9 +198,9 @@ def _from_environment(
 
 
 def _misspelt_variables(environ: Mapping[str, str], entries: Sequence[Entry]) -> Iterator[Finding]:
-    """Yield warnings on `TS_` variables that look like those of keys. Placeholders of the file are others.
+    """Yield warnings on unknown `TS_` variables with names like those of keys, unless the file uses them.
 
-    Not of all unknown ones: Kubernetes sets `TS_SERVICE_HOST` and more for a service called `ts`.
+    Other unknown variables are ignored: Kubernetes sets `TS_SERVICE_HOST` and more for a service called `ts`.
     """
     variables = [key.variable for key in KEYS.values() if key.variable]
     for name in environ:
@@ -353,7 +353,7 @@ def _equal_addresses(settings: ServerSettings) -> Iterator[Finding]:
 
 
 def _overlap(one: Address, other: Address) -> bool:
-    """Return whether a listener at one address keeps a second one from the other; names are not looked up."""
+    """Return whether two listeners can't have these addresses at once; host names are not looked up."""
     if one.unix_path is not None or other.unix_path is not None:
         return one.unix_path == other.unix_path
     hosts = {"127.0.0.1" if each.host.lower() == "localhost" else each.host.lower() for each in (one, other)}
@@ -362,7 +362,7 @@ def _overlap(one: Address, other: Address) -> bool:
 
 
 def _open_management(settings: ServerSettings) -> Iterator[Finding]:
-    """Yield findings on management that every client in the network could call."""
+    """Yield findings on management addresses that any client in the network could call."""
     addresses = {
         "management_address": settings.management_address,
         "grpc_management_address": settings.grpc_management_address,
@@ -389,8 +389,8 @@ _REST_ADDRESSES = ("inference_address", "management_address", "metrics_address")
 def _build(values: Mapping[str, Any], beside: bool) -> ServerSettings:
     """Return the default settings with these values; a name with a dot is a nested field.
 
-    `beside`: the command line names models, so they are loaded beside those of a snapshot. The models that it
-    lacks because their archives were never there are left out: a name that was mistyped once does not stay.
+    `beside`: the command line names models, which are loaded in addition to those of a snapshot. Models of
+    the snapshot whose archives were never found are then left out, so that a mistyped name does not stay.
     """
     settings = ServerSettings()
     fields = dict(values)

@@ -18,7 +18,7 @@ StageSeries = Literal["buckets", "means", "none"]
 STAGE_SERIES: tuple[StageSeries, ...] = get_args(StageSeries)
 SandboxLevel = Literal["off", "basic", "strict"]
 SANDBOX_LEVELS: tuple[SandboxLevel, ...] = get_args(SandboxLevel)
-# Of a model: `gpu` stands for `cuda`, which ROCm has, too. `mps` and `xla` are one device for each executor.
+# `deviceType` of a model: `gpu` means `cuda`, which includes ROCm; `mps` and `xla` have no device ids.
 DeviceType = Literal["cpu", "gpu", "cuda", "xpu", "mps", "hpu", "xla"]
 Dispatch = Literal["torchserve", "eager"]
 MetricsMode = Literal["log", "prometheus", "legacy"]
@@ -26,8 +26,8 @@ METRICS_MODES: tuple[MetricsMode, ...] = get_args(MetricsMode)
 
 # Environment variables that `strict` hides from workers, unless blacklist_env_vars names others.
 SECRET_ENV_VARS = r"(?i)(AWS|AZURE|GOOGLE|OTEL)_.*|.*(SECRET|TOKEN|PASSWORD|PASSWD|CREDENTIAL|API_?KEY).*"
-# Found in values that it hides then, too: URLs with a password. That may have an unescaped slash, unlike a
-# port before a path (`host:8080/a@b`).
+# Values that `strict` then hides, too: URLs with a password, which may have an unescaped slash, unlike a port
+# before a path (`host:8080/a@b`).
 SECRET_ENV_VALUES = r"://[^\s/?#@:\[]*:(?!\d{0,5}/)[^\s@]+@"
 
 MAX_EXECUTORS = 1024  # per version; a typo must not start a million processes
@@ -94,7 +94,7 @@ class BatchSettings:
     max_queue_delay_ms: int = 100
     max_queue_size: int = 100  # queued requests; any further request is rejected immediately
     dispatch: Dispatch = "torchserve"
-    at_once: int = 1  # batches that an executor runs at the same time; above 1, each is of one request
+    at_once: int = 1  # batches that an executor runs at the same time; above 1, each has one request
     use_tickets: bool = False  # admit a request only while an executor is idle
 
 
@@ -125,12 +125,12 @@ class ParallelSettings:
     kind: Literal["pp", "tp", "pptp", "custom"]
     level: int  # devices of a worker on each machine, and unless `custom` its processes there
     threads: int = 0  # intra-op threads of a process; 0: its share of the cores
-    # The rest is for groups over several machines (`workers/machines.py`), as torchrun has it.
+    # The rest is for groups over several machines (`workers/machines.py`), as in torchrun.
     least_machines: int = 1
     most_machines: int = 1
     port: int = 0  # where the machines meet; 0: the server's `rendezvous_port`
     run_id: str = ""
-    last_call_s: float = 5.0  # for machines beyond the least number
+    last_call_s: float = 5.0  # how long to wait for machines beyond the minimum
     max_restarts: int | None = None  # in a row; None: by the rules of all workers
 
     @property
@@ -161,16 +161,16 @@ class ModelSettings:
     continuous: bool = False  # continuous batching: a request may rejoin the next batch
     device_ids: tuple[int, ...] = ()  # GPUs that the model requests; all are available
     gpu_ids: tuple[int, ...] = ()  # GPUs assigned to executors in rotation; empty: CPU, or a kind without ids
-    device_type: DeviceType | None = None  # None: a GPU where there is one
+    device_type: DeviceType | None = None  # None: a GPU if there is one
     parallel: ParallelSettings | None = None  # None: a worker is one process on one device
 
     def scaled(self, min_executors: int, max_executors: int) -> ModelSettings:
-        """Return the settings with other executor counts, as far as there are GPUs for workers of several."""
+        """Return the settings with other executor counts, limited by the GPUs if a worker has several."""
         most = MAX_EXECUTORS
         if self.parallel is not None and self.gpu_ids:
             most = len(self.gpu_ids) // self.parallel.level
         if self.parallel is not None and self.parallel.most_machines > 1:
-            most = min(most, 1)  # one group meets at its address
+            most = min(most, 1)  # only one group can meet at its address
         return replace(self, min_executors=min(min_executors, most), max_executors=min(max_executors, most))
 
 
@@ -182,16 +182,16 @@ class Limits:
     max_response_bytes: int = 6_553_500
     max_held_bytes: int = 0  # of all unfinished requests; 0: a quarter of the container's memory
     max_connections: int = 0  # of an inference listener; 0: derived from the limit of open files
-    # Bytes a second of a body or message, on average over a minute; 0: any byte will do. The default is that
-    # of Apache's mod_reqtimeout; GPRS sends five times as much.
+    # Least bytes a second of a body or message, averaged over a minute; 0: any progress will do. The default
+    # is that of Apache's mod_reqtimeout; GPRS sends five times as much.
     min_upload_rate: int = 500
     max_archive_entries: int = 10_000
     max_archive_bytes: int = 64 * 2**30  # after unpacking
     max_download_bytes: int = 16 * 2**30  # of an archive downloaded from a URL
 
 
-# Member of a snapshot, and of each model in it, with torchere's own settings. TorchServe ignores keys that it
-# does not know, so a file of its users may hold any others.
+# Name of the member with torchere's own settings, in a snapshot and in each model of it. TorchServe ignores
+# unknown keys, so files of its users may contain keys with any other names.
 OURS = "torchere"
 
 
@@ -264,8 +264,8 @@ class SandboxSettings:
     level: SandboxLevel = "basic"
     user: str | None = None  # name or number that workers change to; None: the server's
     memory_limit_bytes: int = 0  # of each worker process; 0: no limit
-    network: bool = False  # whether workers may open sockets in `strict`; otherwise they may
-    read_paths: tuple[Path, ...] = ()  # what workers may read in `strict`, beside their archive and Python
+    network: bool = False  # whether workers may open sockets in `strict`; at other levels they may
+    read_paths: tuple[Path, ...] = ()  # that workers may read in `strict`, besides archive and Python
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,7 +283,7 @@ class ServerSettings:
 
     model_store: Path | None = None
     load_models: tuple[str, ...] = ()  # items of `[name=]file`; ("all",) loads the whole store
-    snapshot_models: tuple[SnapshotModel, ...] = ()  # from `model_snapshot`; then load_models is ()
+    snapshot_models: tuple[SnapshotModel, ...] = ()  # from `model_snapshot`
     workflow_store: Path | None = None  # None: the model store
     snapshot_workflows: tuple[SnapshotWorkflow, ...] = ()  # from `model_snapshot`, too
     inference_address: Address = Address(port=8080)
@@ -307,11 +307,11 @@ class ServerSettings:
     metrics_mode: MetricsMode = "prometheus"
     metrics_config: Path | None = None  # a metrics.yaml; None: the built-in file
     metrics_directory: Path = Path("logs")  # of ts_metrics.log and model_metrics.log; unused in "prometheus"
-    metrics_stages: StageSeries = "buckets"  # how much of the stages of predictions the scrape has
+    metrics_stages: StageSeries = "buckets"  # how the scrape shows the stages of predictions
     metrics_idle_s: float = 0.0  # leave out histograms of versions without a batch for this time; 0: never
     metrics_auto_detect: bool = False  # accept undeclared handler metrics
     tracing_enabled: bool = False  # export spans to the endpoint of the OTEL_... variables
-    server_timing: bool = False  # answers to predictions over REST tell their stages
+    server_timing: bool = False  # REST answers to predictions report the times of their stages
     system_metrics_enabled: bool = True
     system_metrics_interval_s: float = 60.0
     system_metrics_command: str = ""  # arguments of Python: a script that samples the host instead; "": none
@@ -352,8 +352,8 @@ class ServerSettings:
     allowed_hosts: tuple[str, ...] = ()
     token_keys_file: Path | None = None  # keys of the operator, for all replicas; replaces key_file
     client_ca_file: Path | None = None  # PEM; clients with a certificate of these CAs need no token
-    # Management without authorisation on addresses beyond loopback: refused, for every client, or ("local")
-    # changes for clients on this machine only.
+    # Management without authorisation on addresses beyond loopback. False: refused; True: for every client;
+    # "local": only clients on this machine may make changes.
     insecure_management: bool | Literal["local"] = False
     metrics_authorization: bool = False  # /metrics needs the role `metrics`; in TorchServe it needs no key
     model_defaults: dict[str, dict[str, dict[str, object]]] = field(default_factory=dict)  # `models={...}`
@@ -361,15 +361,15 @@ class ServerSettings:
     clients: ClientSettings = field(default_factory=ClientSettings)
     temp_dir: Path | None = None  # None: the default of the system
     drain_delay_s: float = 0.0  # after SIGTERM: keep serving for this time, while reporting not ready
-    drain_timeout_s: float = 30.0  # then limit for finishing the accepted requests
+    drain_timeout_s: float = 30.0  # then the limit for finishing the accepted requests
     install_signal_handlers: bool = True
-    # Answers of TorchServe that are worse than ours, where that is safe; docs/differences.md lists them.
+    # Answer as TorchServe does where our answers are better, if that is safe; docs/differences.md lists them.
     strict_compatibility: bool = False
-    readiness_of_all_models: bool = False  # also of those registered after the start
-    restart_wait_s: float = 10.0  # for a worker, while all of a version restart; then requests get 503
+    readiness_of_all_models: bool = False  # also of models registered after the start
+    restart_wait_s: float = 10.0  # requests wait while all workers of a version restart; after this, 503
     quarantine_directory: Path | None = None  # for requests that crash executors; None: they are not saved
     quarantine_max_files: int = 100
-    quarantine_max_bytes: int = 64 * 2**20  # of all of them; 0: they are not saved
+    quarantine_max_bytes: int = 64 * 2**20  # of all files; 0: they are not saved
     quarantine_expiry_s: float = 86_400.0  # a convicted request is run again after this; 0: never
 
     @property
@@ -379,7 +379,7 @@ class ServerSettings:
 
     @property
     def env_values_hidden_from_workers(self) -> str | None:
-        """The regex that is found in values of environment variables that workers do not get; None: none."""
+        """The regex for values of environment variables that workers do not get; None: no check."""
         return SECRET_ENV_VALUES if self.env_vars_hidden_from_workers == SECRET_ENV_VARS else None
 
     @property
@@ -388,8 +388,8 @@ class ServerSettings:
         return self.token_auth_enabled or self.client_ca_file is not None
 
     def allows_management(self, address: Address) -> bool:
-        """Whether a listener with this address may serve management.
+        """Return whether a listener with this address may serve management.
 
-        Who may register an archive may run code, so without authorisation only clients on this machine may.
+        Clients that may register archives may run code: without authorisation they must be on this machine.
         """
         return self.authorizes_clients or self.insecure_management is True or address.is_local

@@ -48,7 +48,7 @@ class StepSettings:
     timeout_ms: int = 10_000
 
 
-_MEMBERS = {  # key in the file: field, least value, greatest value
+_MEMBERS = {  # key in the file: field, minimum, maximum
     "min-workers": ("min_workers", 0, MAX_EXECUTORS),
     "max-workers": ("max_workers", 1, MAX_EXECUTORS),
     "batch-size": ("batch_size", 1, MAX_BATCH_SIZE),
@@ -108,7 +108,7 @@ def read_workflow_spec(text: str) -> WorkflowSpec:
     lacking = [name for name, step in own.items() if step.url is None]
     if lacking:
         raise InvalidWorkflow(f"The model {lacking[0]!r} has no url; expected the name of its archive.")
-    # As in TorchServe: workers and batches of the defaults are for models alone.
+    # As in TorchServe, the defaults for workers and batches apply to models only.
     function = replace(defaults, min_workers=1, max_workers=1, batch_size=1, max_batch_delay_ms=0)
     steps = {name: own.get(name, function) for name in order}
     return WorkflowSpec(defaults, steps, children, parents, tuple(sorted(own.keys() - steps.keys())))
