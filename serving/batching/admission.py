@@ -231,7 +231,7 @@ class Admission(ABC):
         self.pump()
 
     def _pump_at(self, due_s: float) -> None:
-        """Pump at a time of `policy.due_s`, and not at one set before."""
+        """Pump at the time that `policy.due_s` returned, instead of the one set before."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -284,7 +284,7 @@ class Admission(ABC):
         # A stateful handler's worker has one lane, so its batch is always alone in the process.
         alone_there = (run.exclusive or not self.isolates_suspects) and not run.shares_process
         judged = self.quarantine.judge(run.requests, report, began_s, alone=alone_there)
-        # Only a crash adds to the records, and each look hashes the bodies: it may take long on the loop.
+        # Only a crash adds to the records; screening hashes the bodies, which may block the loop for long.
         has_learnt = any(isinstance(one, (ExecutorDied, Quarantined)) for one in judged.outcomes)
         for request in self._waiting() if has_learnt else ():
             try:
@@ -294,8 +294,8 @@ class Admission(ABC):
         return judged
 
     def _is_live(self, request: Request, now_s: float) -> bool:
-        """Whether a request can be answered in time; the caller answers a late one."""
-        # If no other request is in, running it delays no other, and updates the estimate.
+        """Return whether a request can be answered in time; the caller answers a late one."""
+        # If no other request is admitted, running this one delays no other, and updates the estimate.
         needed_s = 0.0 if self._is_idle else self._service_time.mean_s
         if request.deadline_s <= now_s + needed_s:
             if request.deadline_s > now_s:  # dropped because of the estimate: it would expire in the executor
@@ -304,7 +304,7 @@ class Admission(ABC):
         return True
 
     def _run_live(self, taken: Sequence[Request], executor_id: int | None = None) -> list[Request]:
-        """Run the live ones of the requests taken; answer the late ones and return them."""
+        """Run the taken requests that are live; answer the late ones and return them."""
         now_s = self._now()
         live: list[Request] = []
         late: list[Request] = []
@@ -413,7 +413,7 @@ class Admission(ABC):
         return True
 
     def _end_if_given_up(self) -> None:
-        """Fail the waiting requests if every executor failed for good, or restarts for too long already."""
+        """Fail the waiting requests if every executor failed for good, or has restarted for too long."""
         if {status.state for status in self._pool.statuses()} == {ExecutorState.FAILED}:
             self.fail_queued(Unavailable(self.refusal))
         outage = self._pool.outage()

@@ -19,7 +19,7 @@ from torchere.serving.workers.run import Run
 class Batcher(Admission):
     """Admission, queue and dispatch of one version whose handler keeps no state between calls."""
 
-    _has_priorities = False  # a request had a priority: later ones may have to overtake
+    _has_priorities = False  # True once a request had a priority: later ones may have to overtake
     _company_since_s = 0.0  # when an executor became free for a partial batch; 0: none is free
 
     @property
@@ -71,7 +71,7 @@ class Batcher(Admission):
     def _remove(self, request: Request) -> None:
         if request.running is None:
             self._queue.remove(request)
-            if request.suspect:  # those behind it need no process for themselves
+            if request.suspect:  # the requests behind it may share a process
                 self._pump_soon()  # not now: a request may leave in the midst of a dispatch
 
     def pump(self) -> None:
@@ -99,7 +99,7 @@ class Batcher(Admission):
         queue = self._queue.front
         if self._queue.behind:
             if not (self._pool.free or (self._pool.ahead and not self._has_priorities)):
-                return QueueView(0, False, 0.0, 0)  # whose turn it is settles when an executor is free
+                return QueueView(0, False, 0.0, 0)  # the next client is chosen when an executor is free
             queue = self._queue.first(size)
         head = queue[0]
         if head.suspect:
@@ -115,7 +115,7 @@ class Batcher(Admission):
                 return QueueView(run, True, head.enqueued_s, free)
             run += 1
         oldest_s = head.enqueued_s
-        if run < size and (self._has_priorities or self._queue.client is MIXED):  # else the head is it
+        if run < size and (self._has_priorities or self._queue.client is MIXED):  # else the head is oldest
             oldest_s = min(request.enqueued_s for request in islice(queue, run))
         return QueueView(run, False, oldest_s, free or self._ahead(run))
 
@@ -171,7 +171,7 @@ class Batcher(Admission):
 
 
 def _failed_as_one(report: BatchReport) -> bool:
-    """Whether the batch had no room, or the handler ran more than one request and all of them failed."""
+    """Return whether the batch had no room, or the handler ran more than one request and all failed."""
     if all(isinstance(outcome, NoRoom) for outcome in report.outcomes):
         return True
     ran = [outcome for outcome in report.outcomes if not isinstance(outcome, NOT_RUN)]

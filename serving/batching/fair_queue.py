@@ -1,6 +1,6 @@
 """The waiting requests of one version, in the order in which they run: clients take turns.
 
-While requests of one client wait, or fewer than a batch, they run in order of rank. Otherwise the
+While all waiting requests are of one client, or fit into a batch, they run in order of rank. Otherwise the
 waiting clients take turns (weighted round robin): in its turn, a client has as many requests run as its
 weight, in order of rank. So a client waits for one turn of each other client at most, however many requests
 these have waiting. A priority orders the requests of one client only: each client chooses its own.
@@ -59,7 +59,7 @@ class FairQueue:
     """A queue of requests. Lives on the event loop.
 
     The requests that run next are in one deque, in order: all of them as long as there is one client or less
-    than a batch. Beyond that, the rest wait in a line for each client, from which `first` refills the deque.
+    than a batch. Beyond that, the rest wait in one line per client, from which `first` refills the deque.
 
     Args:
         batch_size: the largest number of requests in a batch.
@@ -69,7 +69,7 @@ class FairQueue:
             request of `client` may be appended here: a queue of one client then costs no more than a deque.
         behind: how many requests wait in lines. Unless it is 0, call `first` only to dispatch: a client that
             comes later waits for the requests that are in front already.
-        client: of all requests in front; `MIXED`: of several clients.
+        client: the client of all requests in front; `MIXED`: there are several.
         is_ranked: a request may have a priority.
     """
 
@@ -124,7 +124,7 @@ class FairQueue:
             self._insert(self.front, request)
 
     def put_back(self, request: Request) -> None:
-        """Add a request that was taken at the front: it runs next."""
+        """Put a removed request at the front again: it runs next."""
         self._note_client(request.account)
         self.front.appendleft(request)
 
@@ -153,7 +153,7 @@ class FairQueue:
         return min(len(self), len(self.front) + own + (own // weight + 1) * others)
 
     def has_share_left(self, request: Request) -> bool:
-        """Tell whether the client of a request would have its share of the queue, or less, with this one.
+        """Return whether with this request its client would have at most its share of the queue.
 
         A share is the queue, divided by weight among the clients that wait.
         """
@@ -167,9 +167,9 @@ class FairQueue:
         return (own + 1) * weights <= weight * self.behind
 
     def displace(self) -> Request:
-        """Remove and return the last request of the client that has most requests for its weight.
+        """Remove and return the last request of the client that has the most requests relative to its weight.
 
-        Call it only after `has_share_left` was True of a request and that was added.
+        Call it only after `has_share_left` was True for a request, and the request was added.
         """
         longest = max(self._turns, key=lambda each: len(each.requests) / each.weight)
         displaced = longest.requests.pop()
@@ -204,7 +204,7 @@ class FairQueue:
         self.behind = len(front)
 
     def _unite(self) -> None:
-        """Make the only line the front."""
+        """Make the requests of the last remaining line the front."""
         (self.client,) = self._lines
         self.front = self._turns[0].requests
         self._lines.clear()

@@ -25,7 +25,7 @@ class QueueView(NamedTuple):
 
 
 def due_s(view: QueueView, settings: BatchSettings) -> float:
-    """Return from when the requests at the head run as a batch, in monotonic seconds, or `NOT_DUE`."""
+    """Return the time from which the requests at the head may run as a batch, monotonic, or `NOT_DUE`."""
     if view.head_run == 0 or view.free_executors == 0:
         return NOT_DUE
     if view.head_run >= settings.max_batch_size or view.head_closed or settings.dispatch == "eager":

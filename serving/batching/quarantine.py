@@ -3,10 +3,10 @@
 A request that was running when an executor crashed is *suspect*. It is identified by its content, so it stays
 suspect if any client sends it again. A suspect request runs alone. If its executor crashes again, the request
 is *convicted*: it is answered with `Quarantined`, now and each time it is sent, until the conviction
-expires or is lifted. When it runs to an end it is acquitted, so that requests which only shared a batch or a
+expires or is lifted. When it completes it is acquitted, so that requests which only shared a batch or a
 machine with the crash are not blamed.
 
-A kill from outside is no evidence. One by the out-of-memory killer makes a request suspect, so that it runs
+A kill from outside is not evidence. A kill by the out-of-memory killer makes a request suspect, so it runs
 alone, but never convicts it: the kernel may have chosen this worker for the memory that a neighbour took.
 
 `QuarantineFiles` saves convicted requests for replay, bounded in number and total size.
@@ -130,7 +130,7 @@ class Quarantine:
         return Verdict.CONVICTED if record.convicted else Verdict.SUSPECT
 
     def _expire(self) -> None:
-        """Forget suspects and convictions that are over; the table has at most `MAX_KNOWN` of them."""
+        """Forget suspects and convictions that have expired; the table has at most `MAX_KNOWN` of them."""
         now_s = self._now()
         expiry_s = self._expiry_s or math.inf
         over = [
@@ -166,7 +166,7 @@ class Quarantine:
         return len(lifted)
 
     def concerns(self, report: BatchReport) -> bool:
-        """Whether `judge` must see a report: cheap, and False as long as no executor crashes."""
+        """Return whether `judge` must see a report: cheap, and False as long as no executor crashes."""
         return self.active or (bool(report.outcomes) and isinstance(report.outcomes[0], ExecutorDied))
 
     def judge(
@@ -253,8 +253,8 @@ class Quarantine:
 def digest_of(request: Request) -> str:
     """Return a digest of the content of a request, the same each time a client sends it.
 
-    It covers the parameters and the headers content-type and content-encoding, but no ids, times or client.
-    The content type of a form in parts is left out: its boundary is another one each time, and each part has
+    It covers the parameters and the headers content-type and content-encoding, but not ids, times or client.
+    The content type of a form in parts is left out: its boundary differs each time, and each part has
     its own type.
     """
     digest = hashlib.blake2b(digest_size=16)

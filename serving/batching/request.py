@@ -74,7 +74,7 @@ class Request:
         self.answered_s = 0.0  # when its answer (or the first part) was ready; 0: no handler answered it
         self.sending_s = 0.0  # when sending of the answer began
         self.stages_s = UNTOLD  # preprocess, inference, postprocess, and other handler time, of its last run
-        self.error: ServingError | None = None  # that its client was told; telemetry reads it at the end
+        self.error: ServingError | None = None  # the error that its client got; telemetry reads it at the end
         self.suspect = False  # it may have crashed a worker, and runs alone in its process
         self.streamed = False  # the handler sent its answer in parts
         self.answered = False  # its client has the answer, or the first part of it
@@ -89,7 +89,7 @@ class Request:
         self.deadline_s, self.priority = asked.deadline_s, asked.priority
 
     def operation(self) -> Operation:
-        """Return the request as its protocol names it, for spans."""
+        """Return the name and attributes of the request's span, in the terms of its protocol."""
         return Operation("prediction", {})
 
     def reply(self, outcome: Answer) -> None:
@@ -137,7 +137,7 @@ class Request:
             self._answer(outcome)
 
     def _count_end(self, outcome: InferResponse | ServingError) -> None:
-        """Count the end of the request, whose answer is complete, or will not be."""
+        """Count the end of the request, whose answer is complete or has failed."""
         if self.account is not None:
             self.account.running -= 1
         if self.ledger is not None:

@@ -63,7 +63,7 @@ class SequenceTable:
         self._by_age: OrderedDict[str, Sequence] = OrderedDict()  # the same, in order of their beginning
         self._lined_up: OrderedDict[str, Sequence] = OrderedDict()  # those with waiting requests
         self._bound_to: set[int] = set()  # executors that sequences may be bound to
-        # Executors of expired sequences, the latest last: a handler may hold the state of one that goes on.
+        # Executors of expired sequences, the latest last: a handler may hold the state of one that resumes.
         self._former: dict[str, int] = {}
 
     def __len__(self) -> int:
@@ -114,13 +114,13 @@ class SequenceTable:
             self._lined_up.pop(sequence.name, None)
 
     def heads(self, executor_id: int, limit: int) -> list[Sequence]:
-        """Return at most `limit` sequences of the executor, or of none yet, whose next request may run."""
+        """Return at most `limit` sequences of this executor, or of none yet, whose next request may run."""
         ready = (s for s in self._lined_up.values() if not s.running)
         able = (s for s in ready if s.executor_id in (None, executor_id))
         return sorted(able, key=lambda sequence: sequence.waiting[0].enqueued_s)[:limit]
 
     def joining(self, going_on: Iterable[Request], limit: int) -> list[Sequence]:
-        """Return at most `limit` sequences whose next request may run beside their own in `going_on`."""
+        """Return at most `limit` sequences whose next request may join those that they have in `going_on`."""
         between_batches = set(going_on)
         ready = (s for s in self._lined_up.values() if s.running)
         able = (s for s in ready if s.running <= between_batches)
@@ -197,7 +197,7 @@ class SequenceTable:
 class StatefulBatcher(Admission):
     """Admission and dispatch of a version with a stateful handler; one batch per executor at a time.
 
-    With `sequences` None it does continuous batching only. The queue holds the requests of no sequence.
+    With `sequences` None it does continuous batching only. The queue holds requests without a sequence.
     """
 
     isolates_suspects = False  # the sequence determines which requests run together
@@ -217,7 +217,7 @@ class StatefulBatcher(Admission):
         self._end_headers = {SEQUENCE_END, sequences.headers.end} if sequences else set()
         self._going_on: dict[int, list[Request]] = {}  # unfinished requests, by the executor they live on
         self._crowded: set[int | None] = set()  # executors without room for their last batch
-        self._losses: dict[int, int] = {}  # of each executor, when unfinished requests were last looked at
+        self._losses: dict[int, int] = {}  # losses of each executor at the last check of unfinished requests
 
     @property
     def queue_length(self) -> int:
@@ -293,7 +293,7 @@ class StatefulBatcher(Admission):
     def _pump_one(self, executor_id: int, *, takes_new: bool = True) -> float:
         """Dispatch to one idle executor; return when to try again, or `NOT_DUE`.
 
-        Without `takes_new` it gets its unfinished requests, and those of their sequences.
+        Without `takes_new` it gets only its unfinished requests, and the next ones of their sequences.
         """
         while True:
             going_on = self._going_on.pop(executor_id, [])
@@ -324,7 +324,7 @@ class StatefulBatcher(Admission):
     def _heads(self, executor_id: int, going_on: list[Request], room: int) -> list[Sequence]:
         """Return the sequences that run next; those behind a describe call wait, as it runs by itself.
 
-        `room`: how many of those that have nothing unfinished may run.
+        `room`: how many sequences without an unfinished request may run.
         """
         if self._table is None:
             return []
@@ -347,7 +347,7 @@ class StatefulBatcher(Admission):
 
     def _answer(self, run: Run, report: BatchReport, began_s: float) -> bool:
         """Answer the finished requests of a run, and queue the others for the next batch."""
-        # Also those that closed meanwhile: the run had no room because of one of them, maybe.
+        # Includes requests that were closed meanwhile: one of them may be why the run had no room.
         newcomers = [request for request in run.requests if request.parts is None]
         had_no_room = bool(newcomers) and all(isinstance(outcome, NoRoom) for outcome in report.outcomes)
         if had_no_room and len(newcomers) > 1:
@@ -379,7 +379,7 @@ class StatefulBatcher(Admission):
         self._put_back([request for request in run.requests if request.parts is None])
 
     def _go_on(self, run: Run, request: Request) -> None:
-        assert run.executor_id is not None  # `_pump_one` has named it
+        assert run.executor_id is not None  # set by `_pump_one`
         self._going_on.setdefault(run.executor_id, []).append(request)
 
     def _take_outcome(self, run: Run, request: Request, outcome: Outcome) -> None:

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from torchere.serving.errors import Cancelled, LeftUnread, ServingError
 
 LEAST_LIMIT_BYTES = 64 * 2**20  # seconds of speech or thousands of pages of text never come near
-STEP_BYTES = 16 * 2**20  # that the client has to take before a paused executor resumes
+STEP_BYTES = 16 * 2**20  # bytes that the client must take before a paused executor resumes
 HELD_S = 2.0  # the time limit for taking them
 # `HELD_S` is counted in this many timer ticks. A late tick counts once, because a blocked event loop could
 # not have sent the client anything either.
@@ -30,7 +30,7 @@ LOOKS = 8
 ALL_BYTES = 2**30
 ALL_ANSWERS = 4
 IDLE_S = 10.0
-LEAST_PART_BYTES = 64  # of memory, for a part of one byte or none
+LEAST_PART_BYTES = 64  # memory that a part of at most one byte takes
 
 
 def limit_bytes(max_response_bytes: int) -> int:
@@ -171,7 +171,7 @@ class UnreadParts:
         """
         while not self._parts:
             if self._ended:
-                error, self._end = self._end, None  # no reference cycle by its traceback
+                error, self._end = self._end, None  # no reference cycle through its traceback
                 try:
                     if error is not None:
                         raise error
