@@ -94,7 +94,7 @@ class Loader:
 
         Raises:
             InvalidRequest: no handler is named anywhere, or the runtime is unknown.
-            LoadFailed: a worker takes more GPUs than there are, or needs a network that its sandbox lacks.
+            LoadFailed: a worker needs more GPUs than there are, or needs a network that its sandbox lacks.
             ServingError: other machines can't join its ranks: see `rendezvous_of`.
         """
         model = archive.manifest.get("model") or {}
@@ -161,8 +161,8 @@ class Loader:
         on_free: Callable[[], None],
         observer: VersionMetrics,
     ) -> WorkerPool:
-        # Requests sent ahead to a worker are not counted as queued, so a small queue limit forbids sending
-        # ahead.
+        # Requests sent ahead to a worker are not always counted as queued, so tickets and a small queue limit
+        # forbid sending ahead.
         counts_all = (
             settings.batch.use_tickets
             or settings.batch.at_once > 1
@@ -204,9 +204,9 @@ class Loader:
         return replace(self._sandbox, archive=str(origin.archive.directory), gpu=on_device)
 
     def _is_confined_first(self, origin: Origin) -> bool:
-        """Whether the sandbox is entered before the interpreter starts, because packages may be hostile.
+        """Return whether the sandbox is entered before the interpreter starts: packages may be hostile.
 
-        `basic` does not: it would cost each start of a worker a tenth more.
+        Not with `basic`, where it would make each start of a worker a tenth longer.
         """
         return origin.archive.environment is not None and not self._may_share_process
 
@@ -301,7 +301,7 @@ def model_holds_gil(archive: StoredArchive) -> bool:
 
 
 def _switches_engine(archive: StoredArchive) -> bool:
-    """Return whether its int8 weights need a quantized engine, which is set once per process."""
+    """Return whether the archive's int8 weights need a quantized engine, which is set once per process."""
     try:
         return TorchScriptOptions.read(archive.config.raw).quantized_engine is not None
     except ValueError:  # the load reports it

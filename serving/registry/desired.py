@@ -29,7 +29,7 @@ class Wanted:
     executor_range: tuple[int, int] | None = None  # (min, max) of a snapshot; overrides all else
     restores: SnapshotModel | None = None  # its snapshot entry; None: registered at run time
     archive: OpenedArchive | None = None  # already opened; None: `url` is looked up in the store
-    signs: bool = False  # the URL is one of S3, and the request for it is signed
+    signs: bool = False  # the URL is in S3, and the request for it is signed
     workflow: str = ""  # the workflow that this model is a step of
 
     @property
@@ -45,7 +45,7 @@ def startup_models(
 
     Items of `load_models` are `[name=]file`; the single item `all` means every name in the model store, as
     returned by `stored`. Models of a snapshot keep the settings they had; a model that was never served is
-    treated like an item. They come first, so that an item that is one of them is registered already.
+    treated like an item. They come first, so that an item that names one of them finds it registered.
     `gpus` is the number of GPUs.
     """
     items = server.load_models
@@ -70,7 +70,7 @@ def check_snapshot(models: Sequence[SnapshotModel], has: Callable[[str, bool], b
     missing = [
         f"{location_of(model)} ({model.name} {model.version})"
         for model in models
-        if model.version and not has(location_of(model), True)  # never served: may be missing
+        if model.version and not has(location_of(model), True)  # without a version it was never served
     ]
     if missing:
         raise InvalidSnapshot(
@@ -128,13 +128,13 @@ def _served_before(model: SnapshotModel) -> Wanted:
 
 
 def _ours(model: SnapshotModel) -> dict[str, object]:
-    """Return what only torchere writes into the entry of a model."""
+    """Return the part of a model's entry that only torchere writes."""
     found = model.settings.get(OURS)
     return found if isinstance(found, dict) else {}
 
 
 def location_of(model: SnapshotModel) -> str:
-    """Return the URL by which a model of a snapshot is found: a folder outside of the store has its path."""
+    """Return the URL by which a model of a snapshot is found: for a folder outside of the store, its path."""
     path = _ours(model).get("path")
     return path if isinstance(path, str) and path else model.archive
 
@@ -149,7 +149,7 @@ class _Absent:
 
     @property
     def name(self) -> str:
-        return self.wanted.name or default_model_name(self.wanted.url.partition("?")[0])  # or: a secret query
+        return self.wanted.name or default_model_name(self.wanted.url.partition("?")[0])  # hides the query
 
 
 class Missing:
@@ -167,7 +167,7 @@ class Missing:
             self._absent.append(_Absent(wanted, wanted.restores))
 
     def lacks(self, wanted: Wanted) -> bool:
-        """Whether a model that was added is missing still, and no other one is registered instead."""
+        """Return whether a model that was added is still missing, and no other is registered in its place."""
         return any(one.wanted == wanted for one in self._lacking())
 
     def names(self) -> tuple[str, ...]:
@@ -175,7 +175,7 @@ class Missing:
         return tuple([one.name for one in self._lacking()])
 
     def to_restore(self) -> list[SnapshotModel]:
-        """Return the models that the next start retries; one without a version was never served."""
+        """Return the models that the next start retries; those without a version were never served."""
         return [one.restores for one in self._lacking()]
 
     def registered(self, wanted: Wanted, key: ModelKey) -> None:
@@ -208,7 +208,7 @@ class Missing:
         return bool(found)
 
     def is_replaced_by(self, key: ModelKey) -> bool:
-        """Whether an operator registered `key` instead of a missing model."""
+        """Return whether an operator registered `key` instead of a missing model."""
         return any(one.instead == key for one in self._absent)
 
     def taken_back(self, key: ModelKey) -> None:
@@ -218,7 +218,7 @@ class Missing:
                 one.instead = None
 
     def unregistered(self, model: str, version: str | None) -> bool:
-        """Forget a missing version, or all of the model for None; return whether any was missing."""
+        """Forget a missing version (None: all of the model); return whether any was missing."""
         named = [one for one in self._lacking() if one.name == model]
         return self._forget([one for one in named if version in (None, one.restores.version or None)])
 

@@ -88,7 +88,7 @@ class Fetching:
 
 @dataclass(slots=True, eq=False)
 class Claim:
-    """Of a registration under way, or a workflow: it may take over a file that was downloaded for another."""
+    """Lets a registration under way, or a workflow, take over a file that was downloaded for another."""
 
     path: Path  # of its archive, in the store of models or that of workflows
     copy: Path | None = None  # the download that it has taken over

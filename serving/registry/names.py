@@ -43,7 +43,7 @@ def check_version_name(archive: str, manifest: Manifest) -> str:
     """Return the version of a manifest if it is valid.
 
     Raises:
-        InvalidArchive: it is not `VERSION_RULE`.
+        InvalidArchive: it does not follow `VERSION_RULE`.
     """
     version = manifest.model_version
     if not is_version(version):

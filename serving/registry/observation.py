@@ -37,7 +37,7 @@ class RegistryMetrics:
         """
         meter = version.observer.meter
         meter.load = lambda: load_sample_of(version)
-        weights_bytes = _weights_bytes(version)  # once, as scrapes ask on the event loop
+        weights_bytes = _weights_bytes(version)  # read once, as scrapes run on the event loop
         self._metrics.show(meter, lambda: load_of(version, weight(), weights_bytes))
 
     def gone(self, version: Version, *, was_last: bool) -> None:

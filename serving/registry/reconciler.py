@@ -58,7 +58,7 @@ class Reconciler:
         }
         try:
             if version.state is VersionState.READY and next_step(_view(version)) is None:
-                version.failure = None  # of an earlier wish: this one is met by the executors that are there
+                version.failure = None  # of an earlier request: the present executors meet this one
             while (step := next_step(_view(version))) is not None:
                 await steps[step](version)
         except Exception:  # top of a task: a bug must be logged, and `settled` must be set for its waiters
@@ -123,7 +123,7 @@ class Reconciler:
     async def _fail(self, version: Version, err: LoadFailed) -> None:
         if version.pool.in_service:  # requests are served as soon as one executor is warm
             version.batcher.close_admission()
-            version.batcher.pump()  # queued requests have not been told of the first executor
+            version.batcher.pump()  # the batcher does not know of the first executor yet
             await self._emptied(version)
             version.batcher.open_admission()  # for the next attempt
         await version.pool.close()
@@ -141,7 +141,7 @@ class Reconciler:
                 return
             version.target = version.pool.size  # otherwise the next step would retry the same at once
         elif version.target == version.pool.size:
-            version.failure = None  # another call has replaced the wish that failed, and its own is met
+            version.failure = None  # another call has replaced the request that failed, and is met
         version.batcher.pump()
 
     async def _unload(self, version: Version) -> None:
@@ -160,10 +160,10 @@ class Reconciler:
             await self._remove(version)
 
     async def _emptied(self, version: Version) -> None:
-        """Wait until the version has no requests; those that are left when its time is over are refused."""
+        """Wait until the version has no requests; those that remain at the time limit are refused."""
         if not await self._drained(version):
             logger.warning("%s still had requests when its time was over", version.key)
-            # Not left to the end of the workers: that would be 500, which tells clients not to try again.
+            # Answered here: the end of the workers would give 500, which tells clients not to try again.
             text = f"Model {version.key.name} was unloaded before the request was answered."
             version.batcher.fail_queued(Unavailable(text))  # these have not run: clients may send them again
             version.batcher.fail_all(CutOff(text))
@@ -174,7 +174,7 @@ class Reconciler:
         try:
             return await drain
         except asyncio.CancelledError:
-            if self._drain_timeout_s:  # not by `hurry`
+            if self._drain_timeout_s:  # not cancelled by `hurry`
                 raise
             return False
         finally:

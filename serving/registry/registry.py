@@ -53,11 +53,11 @@ from torchere.serving.workers.spawn import Spawned, worker_environment
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-FETCH_AGAIN_S = (5.0, 15.0, 30.0, 60.0)  # pauses before the attempts at archives of the start; then the last
+FETCH_AGAIN_S = (5.0, 15.0, 30.0, 60.0)  # pauses before new attempts at startup archives; the last repeats
 
 
 class RegisteredWorkflows(Protocol):
-    """The questions of the registry to the workflows whose steps it holds."""
+    """The methods of `Workflows` that the registry calls."""
 
     def to_restore(self) -> list[dict[str, Any]]:
         """Return the snapshot entries of all workflows, also of missing ones."""
@@ -94,9 +94,9 @@ class Registry:
         )
         self.workflows: RegisteredWorkflows | None = None  # the workflows whose steps are registered here
         self._registering: WeakValueDictionary[ModelKey, asyncio.Lock] = WeakValueDictionary()
-        # Of registrations under way, and of workflows: both stores may have the same folder.
+        # Claims of registrations under way and of workflows, as both stores may have the same folder.
         self.claims: set[Claim] = set()
-        self._kept: list[Version] = []  # registered when the server stops
+        self._kept: list[Version] = []  # versions registered when the server stops
         self._sweeping: asyncio.Future[None] | None = None
         self._fetching_again: asyncio.Task[None] | None = None
 
@@ -117,7 +117,7 @@ class Registry:
         return (*self._missing.names(), *(self.workflows.missing() if self.workflows else ()))
 
     def of_the_start(self, version: Version) -> bool:
-        """Whether a version is a model of the start, or was registered instead of a missing one."""
+        """Return whether a version was loaded at startup, or was registered instead of a missing model."""
         return version.origin.loaded_at_startup or self._missing.is_replaced_by(version.key)
 
     async def register(self, wanted: Wanted) -> Version:
@@ -147,7 +147,7 @@ class Registry:
                 opening = functools.partial(self._store.open, location, wanted.by_operator)
                 archive = await self._in_thread(opening, OpenedArchive.close)
             key = _key_of(wanted, location, archive.manifest)
-            # A twin waits for the conflict here, instead of unpacking the whole archive first.
+            # A second registration of the version waits here, and is refused before it unpacks the archive.
             async with self._registering.setdefault(key, asyncio.Lock()):
                 self._refuse_twin(wanted, key)
                 version = await self._built(key, wanted, archive)
@@ -205,7 +205,7 @@ class Registry:
             if of_client and not wanted.by_operator:
                 self._store.check_weights(stored.config)
             self._store.share_weights(archive, stored, handler)
-            # Here, because both may block.
+            # In this thread, because both may block.
             self._loader.gpus_of(stored.config.device_type)
             return replace(stored, holds_gil=model_holds_gil(stored))
         except BaseException:
@@ -280,7 +280,7 @@ class Registry:
 
     def hand_over(self, copy: Path) -> bool:
         """Transfer a download, of a model or a workflow, to another version or claim; False: none uses it."""
-        is_of_model = copy == self._store.place_of(copy.name)  # the folder of workflows may be another
+        is_of_model = copy == self._store.place_of(copy.name)  # workflows may have another folder
         versions = (self._kept or self.versions()) if is_of_model else ()
         return hand_over(copy, versions, self.claims)
 
@@ -327,7 +327,7 @@ class Registry:
     def _tell_unread_settings(self) -> None:
         """Warn of settings in `models` for a version that is not there, while the model has another one.
 
-        A client may register that version later, or its archive may be fetched again; then they count.
+        A client may register that version later, or its archive may be fetched again; then they take effect.
         """
         for name, settings in self._server.model_defaults.items():
             loaded = self._serving[name].versions if name in self._serving else {}
@@ -359,16 +359,16 @@ class Registry:
         return True
 
     async def _fetch_again(self, waiting: Sequence[Wanted]) -> None:
-        """Try to register models of the start until each is registered, or missing no more.
+        """Retry startup models until each is registered, or no longer missing.
 
-        A host that fails for a minute would else keep each replica that starts in it out of service for good.
+        Otherwise replicas that start while a host is down for a minute would stay out of service for good.
         """
         for pause_s in chain(FETCH_AGAIN_S, repeat(FETCH_AGAIN_S[-1])):
             logger.warning(
                 "archives of the start that can't be fetched: the next attempt is in %d s", pause_s
             )
             await asyncio.sleep(pause_s)
-            # Asked before each attempt: those before it may have taken minutes.
+            # Checked before each attempt, because earlier ones may have taken minutes.
             waiting = [one for one in waiting if self._missing.lacks(one) and not await self._tried(one)]
             if not waiting:
                 return
@@ -410,14 +410,14 @@ class Registry:
         # When the server stops, downloads stay in the store: the next start restores them from there.
         copy = version.origin.archive.downloaded
         if copy is not None and version not in self._kept:
-            await self.written()  # a start after a crash would else look for it
+            await self.written()  # otherwise a start after a crash would look for it
             self._give_up(copy)
         await asyncio.to_thread(self._store.remove, version.origin.archive)
 
     def _give_up(self, copy: Path) -> None:
         """Delete a download, unless another version or claim takes it over, or the next start needs it.
 
-        On the loop, as a registration could take the file before a thread has deleted it.
+        Runs on the event loop: a registration could take over the file before a thread has deleted it.
         """
         if self.hand_over(copy):
             return

@@ -32,7 +32,7 @@ NAME = re.compile(
 )
 _LOOKED_AT = 1000  # newest files checked by a prune: TorchServe's files, which it never deletes, may be many
 _DRAFT_PREFIX = ".snapshot-"
-_DRAFT_IDLE_S = 60.0  # a write takes less; a killed server left an older draft
+_DRAFT_IDLE_S = 60.0  # a write takes less: an older draft is from a killed server
 _LAST_BUT_ONE = datetime.max - timedelta(milliseconds=1)
 _TO_ESCAPE = re.compile(r"[^ -~]|\\")
 _ESCAPES = {"\\": "\\\\", "\n": "\\n", "\r": "\\r", "\t": "\\t", "\f": "\\f"}
@@ -60,7 +60,7 @@ def model_table(
         if model.version in versions:
             continue
         for entry in versions.values() if model.default_version else ():
-            entry["defaultVersion"] = False  # it was the default only because the other one is missing
+            entry["defaultVersion"] = False  # it was the default only because `model` is missing
         own = {"defaultVersion": model.default_version, "marName": model.archive}
         versions[model.version] = {**own, **model.settings}
     return table
@@ -95,7 +95,7 @@ def _version_entry(version: Version) -> dict[str, Any]:
         entry["parallelLevel"] = settings.parallel.level
     ours = {}
     if origin.handler != named:
-        ours["handler"] = origin.handler  # TorchServe loses it
+        ours["handler"] = origin.handler  # TorchServe's snapshots lose it
     if origin.archive.outside_store:
         ours["path"] = origin.archive.url
     return {**entry, OURS: ours} if ours else entry
@@ -174,7 +174,7 @@ def write_snapshot(settings: SnapshotSettings, kind: SnapshotKind, content: Mapp
         with os.fdopen(descriptor, "w", encoding="ascii") as file:
             file.write(text)
             file.flush()
-            os.fsync(file.fileno())  # else a power failure could leave an empty newest file
+            os.fsync(file.fileno())  # otherwise a power failure could leave an empty newest file
         os.replace(temporary, directory / name)
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
@@ -209,7 +209,7 @@ class SnapshotKeeper:
 
     Used on the event loop; files are written in a thread, one after the other. Changes that wait while a file
     is written share the next one, as each file holds all models. A failed write is a warning, never an error;
-    it is tried again until one succeeds, for the disk may have room later.
+    it is retried until a write succeeds, because the disk may have room later.
 
     `lacking` returns the startup models that this server could not register: the next start retries them.
     `workflows` returns the entries of the workflows, which TorchServe ignores.
@@ -234,7 +234,7 @@ class SnapshotKeeper:
         self._on_disk: dict[str, dict[str, dict[str, Any]]] = {}  # the models in the snapshot written last
         self._begun = 0  # number of snapshots begun
         self._newest = 0  # number of the last snapshot written to disk
-        self._failures = 0  # writes in a row
+        self._failures = 0  # failed writes in a row
         self._retry: asyncio.TimerHandle | None = None
 
     async def started(self) -> None:
@@ -253,7 +253,7 @@ class SnapshotKeeper:
                 task.add_done_callback(self._left_waiting)
 
     def discarded(self, version: Version) -> None:
-        """Write a snapshot without a version that failed to load, if the last one begun names it."""
+        """Write a snapshot without a version that failed to load, if the last snapshot begun names it."""
         if _holds(self._noted, version):
             self.changed()
 

@@ -55,7 +55,7 @@ class IllegalTransition(RuntimeError):
     """A transition that the lifecycle does not allow: a bug in the reconciler."""
 
 
-# The order in which the states of executors name the state of a version that has none in service.
+# A version without an executor in service shows the first of these states that its executors have.
 _OUT_OF_SERVICE = (
     ExecutorState.RESTARTING,
     ExecutorState.STARTING,
@@ -134,7 +134,7 @@ class VersionMetrics:
     def executor_lost(self, reason: str) -> None:
         """Count a lost executor; `reason` is a value of `LossKind`."""
         self.meter.restarts[reason] += 1
-        if "SM_TELEMETRY_LOG" in os.environ:  # TorchServe's line of a worker that died, for SageMaker
+        if "SM_TELEMETRY_LOG" in os.environ:  # TorchServe's line for a worker that died, for SageMaker
             _telemetry.info("ModelServerError.Count:1|#TorchServe:%s,%s:-1", TORCHSERVE_VERSION, reason)
 
 
@@ -183,7 +183,7 @@ class Version:
     @property
     def has_living_executor(self) -> bool:
         """Whether any executor has not given up; read on every request."""
-        # The first is the usual case, and cheaper than a check of each executor.
+        # The first check usually decides, and is cheaper than a look at each executor.
         return self.pool.in_service > 0 or self.living_executors > 0
 
     @property
@@ -200,12 +200,12 @@ class Version:
 
 
 def load_failure(version: Version) -> LoadFailed | None:
-    """Return the cause why a version is not loaded; None if it is: its failure is of a later scaling then."""
+    """Return why a version is not loaded; None if it is loaded, even if a later scaling failed."""
     return version.failure if version.state is VersionState.FAILED else None
 
 
 def condition(version: Version) -> str:
-    """Return the state of a version; while a READY one has no executor in service, that of its executors.
+    """Return the state of a version; for a READY one without an executor in service, that of its executors.
 
     Probes, describe and the metric of states show it, so that they agree.
     """

@@ -91,7 +91,7 @@ class Workflows:
         self._registry = registry
         self._workflows: dict[str, Workflow] = {}
         self._registering: set[str] = set()  # names of workflows that are being registered
-        self._leaving: set[str] = set()  # removed, while their requests under way need their steps
+        self._leaving: set[str] = set()  # removed, but running requests still need their steps
         self._missing: list[SnapshotWorkflow] = []  # of the snapshot, and not registered
         self._removals: set[asyncio.Task[None]] = set()
         self._stopping = False
@@ -188,8 +188,8 @@ class Workflows:
             raise UnregisterTimeout(f"Timed out while cleaning resources: {name}") from None
 
     async def _remove(self, workflow: Workflow) -> None:
-        await self._registry.written()  # the next start needs its archive no more
-        # First, as the server may stop while requests run, which need only what is unpacked for the steps.
+        await self._registry.written()  # the next start no longer needs its archive
+        # Before the wait: the server may stop during it, and requests need only the steps' unpacked files.
         if workflow.claim is not None:
             self._delete_unclaimed(workflow.claim)
         if workflow.running:
@@ -198,7 +198,7 @@ class Workflows:
         await self._discard(workflow.versions)
 
     def _delete_unclaimed(self, claim: Claim) -> None:
-        """Give up a claim; delete its download unless a model or another workflow takes that over."""
+        """Give up a claim; delete its download unless a model or another workflow takes it over."""
         self._registry.claims.discard(claim)
         if claim.copy is not None and not self._registry.hand_over(claim.copy):
             self._store.delete(claim.copy)
@@ -233,7 +233,7 @@ class Workflows:
             self._fetching.close()
 
     def close(self) -> None:
-        """End downloads and delete what is unpacked; the registry unloads the steps. Blocks."""
+        """End downloads and delete unpacked files; the registry unloads the steps. Blocks."""
         self.stopping()
         if "_fetching" in self.__dict__:
             self._store.close()
@@ -258,7 +258,7 @@ class Workflows:
             raise InvalidWorkflow(err.message, err.detail) from err
 
     def _unpack(self, url: str, archive: OpenedArchive, workflow: Workflow) -> StoredArchive:
-        """Unpack a workflow, with a manifest beside its files that makes it the archive of its functions."""
+        """Unpack a workflow, and add the manifest that makes it the archive of its functions."""
         try:
             stored = self._store.unpack(url, archive)
         except InvalidArchive as err:
@@ -318,7 +318,7 @@ class Workflows:
         return versions
 
     async def _each_registered(self, steps: Iterable[Wanted]) -> list[Version | BaseException]:
-        """Register the steps at once; on cancellation, discard those that are registered already."""
+        """Register the steps concurrently; on cancellation, discard those that are registered already."""
         registering = [asyncio.ensure_future(self._registry.register(step)) for step in steps]
         try:
             return await asyncio.gather(*registering, return_exceptions=True)
@@ -328,9 +328,9 @@ class Workflows:
             raise
 
     def _restore_defaults(self, versions: Sequence[Version]) -> None:
-        """Make steps the default again where the snapshot has other versions, none of them the default.
+        """Make steps the default again if the snapshot has other versions of them, none of them the default.
 
-        Those are registered first, and the first version of a model is its default.
+        The other versions are registered first, and the first version of a model becomes its default.
         """
         chosen = {model.name for model in self._server.snapshot_models if model.default_version}
         for version in versions:
