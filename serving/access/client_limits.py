@@ -1,8 +1,8 @@
 """Limits for each client: the rate of its requests, its unanswered predictions, and its weight in queues.
 
-A client is an identity, or an address where it has none. Memory is bounded: of more than `MAX_ACCOUNTS`
-clients those that were idle for longest are forgotten, and begin anew. Those with a connection or an
-unanswered prediction are kept.
+A client is an identity, or an address where it has none. Memory is bounded: beyond `MAX_ACCOUNTS` clients,
+those that were idle longest are forgotten, and begin anew. Clients with a connection or an unanswered
+prediction are kept.
 
 Used on the event loop only. Each call takes constant time, and there is no timer.
 """
@@ -21,13 +21,13 @@ from torchere.serving.types import ClientNumbers
 
 MAX_ACCOUNTS = 10_000  # 300 bytes each
 EVICTION_TRIES = 8  # for each new account: several, so that the table gets smaller again
-# A client of IPv6 has a network of 2**64 addresses (RFC 6177), each of which would be a client of its own.
+# An IPv6 client has a network of 2**64 addresses (RFC 6177), each of which would count as another client.
 IPV6_PREFIX = 64
 ROUNDING_S = 1e-9
 RETRY_S = 1.0  # after a refusal for concurrency, as for a full queue
 MAX_WEIGHT = 100  # a longer turn of one client would delay the others for too long
 
-# The limits, as label values beside those of `frontend/budgets.py`.
+# Names of the limits: label values, like those of `frontend/budgets.py`.
 RATE, CONCURRENCY, QUEUE_SHARE = "client_rate", "client_concurrency", "client_queue_share"
 CLIENT_LIMITS = (RATE, CONCURRENCY, QUEUE_SHARE)
 
@@ -57,7 +57,7 @@ class Tally:
 
 
 class Account:
-    """The use of one client, which `name` says by its identity or address. Lives on the event loop.
+    """The usage of one client; `name` is its identity or address. Lives on the event loop.
 
     Each request moves `paid_until_s` forward by an interval, to at most one burst from now: the generic cell
     rate algorithm (ITU-T I.371), a token bucket in one number.
@@ -70,8 +70,8 @@ class Account:
 
     def __init__(self, name: str, quota: Quota, tally: Tally, refused: Counter[str]) -> None:
         self.name = name
-        self.running = 0  # unanswered predictions; `enter` counts one, and its end takes it off
-        self.connections = 0  # that keep the account
+        self.running = 0  # unanswered predictions: `enter` adds one, and its end subtracts one
+        self.connections = 0  # connections that keep the account
         self.tally = tally
         self._refused = refused
         self.paid_until_s = 0.0  # the time until which it has used its rate, monotonic
@@ -82,14 +82,14 @@ class Account:
         self.weight = quota.weight
         self.concurrency = quota.concurrency or MAX_CLIENT_LIMIT
         self.interval_s = 1 / quota.rate if quota.rate else 0.0  # between two requests; 0: no limit
-        # The time in which it earns a burst.
+        # Time in which the client earns a burst.
         self.burst_s = (quota.burst or max(1.0, quota.rate)) * self.interval_s + ROUNDING_S
 
     def charge(self, now_s: float) -> None:
         """Charge a request to the rate of the client, before its body is read.
 
         Raises:
-            TooManyRequests: it is too soon, or too many predictions of the client are unanswered.
+            TooManyRequests: the request is too soon, or too many predictions of the client are unanswered.
         """
         if self.running >= self.concurrency:
             self.refuse(CONCURRENCY, RETRY_S)
@@ -135,8 +135,8 @@ class ClientLimits:
     Args:
         default: the quota of a client without limits of its own.
         refused: counts refusals by limit, for all clients together.
-        own_limits: returns the limits that replace those of the default; a new mapping after a change.
-            Metrics have a series for each of its identities, and one for all others. None: there are none.
+        own_limits: returns limits of identities, which replace the default's; a new mapping after a change.
+            Metrics have a series for each of these identities, and one for all others. None: no such limits.
     """
 
     __slots__ = ("_accounts", "_default", "_own", "_own_limits", "_refused", "_tallies")
@@ -164,7 +164,7 @@ class ClientLimits:
         """Charge a request to the rate of its client, before its body is read; return the client's account.
 
         Raises:
-            TooManyRequests: it is too soon, or too many predictions of the client are unanswered.
+            TooManyRequests: the request is too soon, or too many predictions of the client are unanswered.
         """
         if self._own_limits is not None and (own := self._own_limits()) is not self._own:
             self._take(own)
@@ -179,7 +179,7 @@ class ClientLimits:
         return account
 
     def let_go(self, account: Account) -> None:
-        """Record that a connection has ended that kept the account of its client."""
+        """Record the end of a connection that kept the account of its client."""
         account.connections -= 1
         self._accounts.move_to_end(account.name)
 
@@ -214,7 +214,7 @@ class ClientLimits:
         return self._tallies.get(name) or self._tallies[""]
 
     def _take(self, own: OwnLimits) -> None:
-        """Give every account its new quota; add counters of new identities, and drop those of others."""
+        """Give every account its new quota; add counters of new identities, drop those of removed ones."""
         self._own = own
         known = self._tallies
         self._tallies = {"": known[""]} | {name: known.get(name) or Tally() for name in own}
@@ -253,7 +253,7 @@ def limits_in(entry: Mapping[str, object]) -> dict[str, float]:
     """Return the limits among the members of an entry of the file of keys; see `Quota`.
 
     Raises:
-        ValueError: one is no number, or out of its range; the text says which.
+        ValueError: a limit is not a number, or is out of range; the text names it.
     """
     limits: dict[str, float] = {}
     for name, most in _MOST.items():
@@ -272,9 +272,9 @@ def limits_in(entry: Mapping[str, object]) -> dict[str, float]:
 def client_limits_of(
     settings: ClientSettings, own_limits: Callable[[], OwnLimits] | None, refused: Counter[str]
 ) -> ClientLimits | None:
-    """Return the configured limits; None if no setting and no identity asks to tell clients apart.
+    """Return the configured limits; None if no setting and no identity requires telling clients apart.
 
-    It is decided once: the first identity that is named while the server runs has limits from the next start.
+    This is decided at start-up: if the first identity is added later, its limits apply after a restart.
     """
     if settings == ClientSettings() and not (own_limits and own_limits()):
         return None

@@ -1,4 +1,4 @@
-"""Clients in a file of the operator: keys and names of certificates, each with its identity and roles.
+"""Clients in the operator's file: keys and names in certificates, each with its identity and roles.
 
 Each TorchServe server generates its own keys, so a client's key is valid for one server only. With this file
 they are the same for all replicas. It is reloaded when it changes, so that keys can be rotated without a
@@ -38,7 +38,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@/:-]{0,99}")  # appears in logs and
 _IDENTITIES = "identities"
 _UNUSED = "API"  # TorchServe's key file has it
 _MEMBERS = frozenset({"identity", "roles", "key", "subject", "expiration time", *LIMIT_NAMES})
-_MEMBERS_OF_KEYS = _MEMBERS - {"roles", "subject"}  # of an entry below its role
+_MEMBERS_OF_KEYS = _MEMBERS - {"roles", "subject"}  # members of an entry under its role
 _FORM = (
     'expected a JSON object like {"inference": "KEY", "management": "KEY"}; a list of keys, or '
     '{"key": "KEY", "expiration time": "2030-01-01T00:00:00Z"} as in key_file.json, may stand for each KEY; '
@@ -67,7 +67,7 @@ class Clients:
     # however many keys there are.
     keys: dict[Role, dict[bytes, FixedKey]] = field(default_factory=lambda: {role: {} for role in ROLES})
     subjects: dict[str, FixedKey] = field(default_factory=dict)  # by the name in a certificate
-    # Of identities with the role `inference`, by name; see `client_limits.py`.
+    # Limits of identities with the role `inference`, by name; see `client_limits.py`.
     limits: dict[str, dict[str, float]] = field(default_factory=dict)
 
     @property
@@ -79,10 +79,10 @@ class Clients:
 class FixedKeys(Reloaded[Clients]):
     """The clients in a file that the operator writes and the server only reads.
 
-    If the file has no key of a role, calls that need this role are always rejected.
+    If no client in the file has a role, calls that need this role are always rejected.
 
-    Only the owner and group of the file may read it; `read_clients` has its format. `clock` returns seconds
-    since the epoch, wall time, because the file may contain expiry times. Without `takes_tokens` only
+    Only the owner and group of the file may read it; `read_clients` describes its format. `clock` returns
+    seconds since the epoch, wall time, because the file may contain expiry times. Without `takes_tokens` only
     certificates are accepted, and no keys.
 
     Raises:
@@ -215,7 +215,7 @@ def _add_identity(clients: Clients, entry: object) -> None:
 
 
 def _add_limits(clients: Clients, entry: Mapping[str, object], identity: Identity) -> None:
-    """Add the limits of an entry to those that its identity has by other entries."""
+    """Add the limits of an entry to those that its identity has from other entries."""
     try:
         limits = limits_in(entry)
     except ValueError as err:
@@ -247,7 +247,7 @@ def _add_key(clients: Clients, role: Role, entry: Mapping[str, object], identity
         if known is None or (
             known.expires_at_s is not None and is_before(known.expires_at_s, key.expires_at_s)
         ):
-            clients.keys[role][digest] = key  # of two entries of one key the longer one counts
+            clients.keys[role][digest] = key  # of two entries with one key, the later expiry counts
 
 
 def _secrets(entry: Mapping[str, object], place: str) -> Iterator[str]:

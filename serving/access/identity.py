@@ -16,7 +16,7 @@ REFUSED = "Token Authorization failed. Token either incorrect, expired, or not p
 _BEARER = re.compile(r"(?i:Bearer)\s+(\S+)", re.ASCII)  # RFC 9110, 11.1: any case of the scheme
 UNIX_CLIENT = "unix"  # the address of all clients of a Unix socket
 _OF_PROXIES = frozenset({"forwarded", "via", "x-forwarded-for"})  # headers that proxies set
-_IPV4_IN_IPV6 = "::ffff:"  # a listener on "::" sees clients of IPv4 so
+_IPV4_IN_IPV6 = "::ffff:"  # prefix of IPv4 clients on a listener of "::"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,17 +39,17 @@ def address_of(peer: object) -> str:
 
 
 def is_from_this_machine(address: str, headers: Iterable[str]) -> bool:
-    """Return whether a call can only come from this machine, and through no proxy that says so.
+    """Return whether a call comes from this machine, and has no header that proxies set.
 
-    `headers` are the names of its headers, or of its metadata. Not the whole of 127.0.0.0/8 is this machine:
-    proxies beside a server, such as Istio's, forward calls of other machines from an address in it.
+    `headers` are the names of its headers, or of its metadata. Of 127.0.0.0/8 one address counts: proxies
+    beside the server, such as Istio's, forward calls of other machines from another address in it.
     """
     is_near = address in (UNIX_CLIENT, "127.0.0.1", "::1")
     return is_near and _OF_PROXIES.isdisjoint(map(str.lower, headers))
 
 
 def is_before(now_s: float, expires_at_s: float | None) -> bool:
-    """Tell whether a moment is before an expiry time; None: it never expires."""
+    """Return whether a moment is before an expiry time; None: it never expires."""
     return expires_at_s is None or now_s < expires_at_s
 
 
@@ -82,7 +82,7 @@ _SHORT_NAMES = {
     "domainComponent": "DC",
     "userId": "UID",
 }
-# Others that OpenSSL prints by a short name.
+# Other types that OpenSSL prints by a short name.
 _SHORT_IN_OPENSSL = {
     "surname": "SN",
     "givenName": "GN",
@@ -130,7 +130,7 @@ def _attribute(attribute: tuple[str, str]) -> str:
 
 
 def _as_printed(attribute: str) -> str:
-    """Return `kind=value` as OpenSSL prints it. A backslash of the value is escaped, so none is ambiguous."""
+    """Return `kind=value` as OpenSSL prints it. Backslashes in the value are escaped already."""
     kind, _, value = attribute.partition("=")
     escaped = _NOT_PRINTED.sub(lambda one: "".join(f"\\{byte:02X}" for byte in one[0].encode()), value)
     return f"{_SHORT_IN_OPENSSL.get(kind, kind)}={escaped}"

@@ -46,7 +46,7 @@ class Key:
 
     secret: str = field(repr=False)
     expires_at_s: float | None  # seconds since the epoch; None: never
-    ends_at_s: float | None = None  # the same moment by a clock that is never set: see `KeyRing`
+    ends_at_s: float | None = None  # the same moment on the monotonic clock: see `KeyRing`
 
 
 class KeyRing:
@@ -78,12 +78,12 @@ class KeyRing:
         self._lifetime_s = expiration_min * 60
         self._clock = clock
         self._monotonic = monotonic
-        self._writing = threading.Lock()  # held by one renewal until file and memory are the same again
+        self._writing = threading.Lock()  # held by one renewal until file and memory agree again
         self._keys: Mapping[TokenKind, Key] = {kind: self._new_key(kind) for kind in NAMES_IN_FILE}
         _write_private(path, _document(self._keys))
 
     def authorize(self, role: Role, authorization: str | None, subjects: Sequence[str] = ()) -> Identity:
-        """Check that `authorization` is `Bearer <key>` with the valid key of this role; it has no identity.
+        """Check that `authorization` is `Bearer <key>` with the valid key of this role; no identity has it.
 
         Raises:
             Unauthorized: the value is missing or malformed, or the key is wrong or expired.
@@ -126,7 +126,7 @@ class KeyRing:
         return Key(value, expires_at_s, ends_at_s)
 
     def _accepts(self, kind: TokenKind, authorization: str | None) -> bool:
-        """Return whether the header has this key, which has not expired; compares in constant time."""
+        """Return whether the header has this key, and it has not expired; compares in constant time."""
         key = self._keys[kind]
         is_valid = is_before(self._clock(), key.expires_at_s) and is_before(self._monotonic(), key.ends_at_s)
         return hmac.compare_digest(bearer_key(authorization), key.secret.encode()) and is_valid

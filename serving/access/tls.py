@@ -26,7 +26,7 @@ HANDSHAKE_TIMEOUT_S = 10.0
 
 logger = logging.getLogger(__name__)
 
-# Python's own list, which begins with @SECLEVEL=2.
+# Python's own list, but at level 1; Python's begins with @SECLEVEL=2.
 _LEVEL_1 = "@SECLEVEL=1:ECDH+AESGCM:ECDH+CHACHA20:ECDH+AES:DHE+AES:!aNULL:!eNULL:!aDSS:!SHA1:!AESCCM"
 _TOO_SMALL = ("EE_KEY_TOO_SMALL", "CA_KEY_TOO_SMALL", "CA_MD_TOO_WEAK")
 _LARGER = (
@@ -50,7 +50,7 @@ class TlsFiles:
 
     @property
     def all(self) -> tuple[Path, ...]:
-        """All of them."""
+        """All files."""
         own = (self.certificate, self.private_key)
         return own if self.client_ca is None else (*own, self.client_ca)
 

@@ -18,7 +18,7 @@ from torchere.handlers.cgroup import available_cores
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8
 # A block above this size gets a mapping of its own and goes back when it is freed, as weights should.
 _OWN_MAPPING_BYTES = 256 * 2**20
-_OLD_OWN_MAPPING_BYTES = 32 * 2**20  # the most that glibc before 2.35 takes
+_OLD_OWN_MAPPING_BYTES = 32 * 2**20  # the most that glibc before 2.35 accepts
 _KEPT_BYTES = 512 * 2**20  # free memory that is kept at the end of the heap; the rest goes back
 # Every heap but the first consists of 64 MiB pieces, which go back when they are empty, with any setting. So
 # one heap is best; but threads wait for its lock, so there is one heap for every 8 cores.
@@ -29,7 +29,7 @@ _OPERATORS_TUNABLE = "glibc.malloc."
 
 
 def heaps(cores: int) -> int:
-    """Return how many heaps the threads of so many cores share."""
+    """Return the number of heaps for the threads of a process on `cores` cores."""
     return max(1, cores // _CORES_PER_HEAP)
 
 
@@ -37,10 +37,10 @@ def settle_loaded(*, thaw: bool = False) -> None:
     """Freeze the loaded objects, so that later garbage collections do not traverse them; free the rest.
 
     The garbage collector runs first, because `gc.freeze` would keep garbage in reference cycles forever.
-    Objects that the fork server has frozen stay frozen, but with `thaw`: traversing them would copy 37 MiB of
-    pages that the workers share. Memory that is free then goes back to the kernel, once; what is freed later
-    is kept as before. Loading leaves as much free as the weights that a class makes before those of its file
-    take their place.
+    Objects that the fork server froze stay frozen unless `thaw` is set, because traversing them would copy
+    37 MiB of pages that the workers share. Free memory then goes back to the kernel, once; memory that is
+    freed later is kept as before. Loading can leave as much free memory as the model's weights take: a class
+    first makes weights of its own, which those of the file replace.
     """
     if thaw:
         gc.unfreeze()

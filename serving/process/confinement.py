@@ -36,13 +36,13 @@ _SECCOMP_MODE_FILTER = 2
 _PR_SET_NO_NEW_PRIVS = 38
 _CAPABILITY_VERSION_3 = 0x2008_0522  # linux/capability.h
 
-# LANDLOCK_ACCESS_FS_*: EXECUTE is bit 0, and so on in the order of linux/landlock.h.
+# LANDLOCK_ACCESS_FS_*: bits in the order of linux/landlock.h. _FILE_RIGHTS: all that exist from an ABI on.
 _EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR = 1 << 0, 1 << 1, 1 << 2, 1 << 3
 _TRUNCATE, _IOCTL_DEV = 1 << 14, 1 << 15
 _OF_FILES = _EXECUTE | _WRITE_FILE | _READ_FILE | _TRUNCATE | _IOCTL_DEV
-_FILE_RIGHTS = {1: (1 << 13) - 1, 2: (1 << 14) - 1, 3: (1 << 15) - 1, 5: (1 << 16) - 1}  # by minimum ABI
-_NET_RIGHTS = 0b11  # bind and connect of TCP
-_SCOPES = 0b11  # abstract Unix sockets, signals
+_FILE_RIGHTS = {1: (1 << 13) - 1, 2: (1 << 14) - 1, 3: (1 << 15) - 1, 5: (1 << 16) - 1}
+_NET_RIGHTS = 0b11  # LANDLOCK_ACCESS_NET_*: bind and connect TCP sockets
+_SCOPES = 0b11  # LANDLOCK_SCOPE_*: abstract Unix sockets, signals
 READ = _EXECUTE | _READ_FILE | _READ_DIR
 WRITE = (1 << 15) - 1  # everything but ioctl on devices
 DEVICE = _READ_FILE | _READ_DIR | _WRITE_FILE | _IOCTL_DEV
@@ -52,8 +52,8 @@ TCP_ABI = 4  # Linux 6.7
 SCOPES_ABI = 6  # Linux 6.12
 
 # System calls that no model needs, refused with EPERM: they trace or read other processes, load code into
-# the kernel, mount, change namespaces or the machine, or have a history of holes in the kernel. Mostly those
-# that the default profile of Docker refuses, too (moby, profiles/seccomp).
+# the kernel, mount, change namespaces or the machine, or have a history of holes in the kernel. Docker's
+# default profile refuses most of them, too (moby, profiles/seccomp).
 DENIED = (
     *("ptrace", "process_vm_readv", "process_vm_writev", "process_madvise", "kcmp", "pidfd_getfd"),
     *("bpf", "perf_event_open", "userfaultfd", "lookup_dcookie", "fanotify_init"),
@@ -66,9 +66,9 @@ DENIED = (
     *("unshare", "setns", "reboot", "swapon", "swapoff", "acct", "syslog", "quotactl", "quotactl_fd"),
     *("settimeofday", "clock_settime", "clock_settime64", "clock_adjtime", "adjtimex", "stime"),
     *("sethostname", "setdomainname", "iopl", "ioperm", "vm86", "vm86old", "vhangup", "personality"),
-    "inotify_add_watch",  # Landlock does not govern it, and it names each file of a folder that is used
-    # IPC of System V and POSIX's queues have no paths, so Landlock does not govern them: they would join
-    # workers of all models that have one user, and stay when these end. An id may name those of others.
+    "inotify_add_watch",  # Landlock does not govern it, and it reports the names of files in use
+    # IPC of System V and POSIX's queues have no paths, so Landlock does not govern them: they would
+    # connect the workers of all models with one user, and outlive them. An id may name another's object.
     *("shmget", "shmat", "shmctl", "msgget", "msgsnd", "msgrcv", "msgctl"),
     *("semget", "semop", "semtimedop", "semctl", "mq_open", "mq_unlink"),
 )
@@ -78,7 +78,7 @@ _OWN_PROCESS_ONLY = (
     ("prlimit64", 0, 0),
     ("setpriority", 0, 0),
     ("setpriority", 1, 0),
-    ("ioprio_set", 0, 1),  # 2 and 3: a group, a user
+    ("ioprio_set", 0, 1),  # 1: a process; not a process group (2) or a user (3)
     ("ioprio_set", 1, 0),
     ("sched_setscheduler", 0, 0),
     ("sched_setparam", 0, 0),
@@ -92,7 +92,7 @@ _OF_OWNERS = (
     *("removexattr", "lremovexattr", "fremovexattr", "removexattrat"),
     *("utime", "utimes", "futimesat"),
 )
-# By a path they may name a file of the server; without one they set the times of a file that is open.
+# With a path they could change a file of the server; without one (0) they change a file that is open.
 _OWN_FILES_ONLY = (("utimensat", 1, 0), ("utimensat_time64", 1, 0))
 # Newer than libseccomp 2.5; the same on all architectures.
 _NUMBERS = {
@@ -102,12 +102,12 @@ _NUMBERS = {
     "open_tree_attr": 467,
     "file_setattr": 469,
 }
-# Not datagrams (2, and 3, which Unix sockets treat alike): one end of such a pair can send to any socket that
+# SOCK_DGRAM and SOCK_RAW, which Unix sockets treat alike: one end of such a pair can send to any socket that
 # has a path.
 _PAIRS_THAT_SEND_ANYWHERE = (2, 3)
 # CLONE_NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET of linux/sched.h.
 _NEW_NAMESPACES = (0x0002_0000, 0x0200_0000, 0x0400_0000, 0x0800_0000, 0x1000_0000, 0x2000_0000, 0x4000_0000)
-_ODD_FAMILIES = (15, 17, 29, 38, 40, 44)  # key, packet, CAN, ALG, vsock, XDP: never for a model's network
+_ODD_FAMILIES = (15, 17, 29, 38, 40, 44)  # key, packet, CAN, ALG, vsock, XDP: no model needs them
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +146,7 @@ def no_new_privileges() -> None:
 
 
 def limit(name: Literal["CORE", "NOFILE", "DATA", "NPROC"], value: int) -> None:
-    """Lower a resource limit, soft and hard; a lower one stays."""
+    """Lower a resource limit, soft and hard; a limit that is lower already stays."""
     import resource  # noqa: PLC0415 - not available on Windows
 
     number = getattr(resource, f"RLIMIT_{name}")
@@ -156,7 +156,7 @@ def limit(name: Literal["CORE", "NOFILE", "DATA", "NPROC"], value: int) -> None:
 
 
 def become(user: int, group: int) -> None:
-    """Change the user and groups of the whole process; only root may.
+    """Change the user and groups of the whole process; only root may do this.
 
     The supplementary groups are those of the user's entry in the system's files, if it has one.
     """
@@ -180,10 +180,10 @@ def drop_capabilities() -> None:
 
 
 def restrict_files(rules: Iterable[tuple[str, int]], *, tcp: bool) -> None:
-    """Allow the process the given rights beneath the given paths, and no other files, by Landlock.
+    """Allow the process the given rights beneath the given paths, and access to no other files, by Landlock.
 
     It can no longer send signals to processes outside, trace them, or connect to their abstract sockets.
-    Files that are open stay usable. The kernel's version decides which of the means it has: see `Kernel`.
+    Files that are open stay usable. An older kernel has only some of these restrictions: see `TCP_ABI`.
 
     Args:
         rules: paths and rights (`READ`, `WRITE`, `DEVICE`); a path that can't be opened is left out.
@@ -221,8 +221,8 @@ def _allow(ruleset: int, path: str, rights: int) -> None:
 def make_filter(*, network: bool, own_user: bool) -> bytes:
     """Make the seccomp program that refuses `DENIED`, and without `network` all sockets but pairs of streams.
 
-    The rest is allowed: a list of all calls that any library under a model makes would break with its next
-    release.
+    All other calls are allowed: a list of the calls that any library under a model makes would break with the
+    library's next release.
 
     `own_user`: files of the process's user are not the server's, so it may change their modes and times.
 
@@ -232,14 +232,14 @@ def make_filter(*, network: bool, own_user: bool) -> bytes:
     import pyseccomp as seccomp  # noqa: PLC0415 - in the extra `sandbox`
 
     rules = seccomp.SyscallFilter(seccomp.ALLOW)
-    with suppress(OSError):  # libseccomp before 2.5 searches from the top, which is slower
+    with suppress(OSError):  # libseccomp before 2.5 only searches linearly, which is slower
         rules.set_attr(seccomp.Attr.CTL_OPTIMIZE, 2)
     refused = seccomp.ERRNO(errno.EPERM)
 
     def refuse(name: str, *conditions: Any, action: int = refused) -> None:
         number = seccomp.resolve_syscall(seccomp.system_arch(), name)
         number = _NUMBERS.get(name, -1) if number == -1 else number
-        if number >= 0:  # otherwise this architecture, or this libseccomp, does not know it
+        if number >= 0:  # otherwise this architecture or libseccomp does not have the call
             rules.add_rule(action, number, *conditions)
 
     for name in DENIED if own_user else (*DENIED, *_OF_OWNERS):
@@ -248,7 +248,7 @@ def make_filter(*, network: bool, own_user: bool) -> bytes:
         refuse(name, seccomp.Arg(argument, seccomp.NE, allowed))
     for flag in _NEW_NAMESPACES:
         refuse("clone", seccomp.Arg(0, seccomp.MASKED_EQ, flag, flag))
-    # Its flags are in memory, where a filter can't look; callers then use clone.
+    # A filter can't read the flags of clone3, which are in memory; after ENOSYS callers use clone.
     refuse("clone3", action=seccomp.ERRNO(errno.ENOSYS))
     for name, *conditions in _socket_rules(seccomp, network):
         refuse(name, *conditions)

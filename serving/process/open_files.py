@@ -1,4 +1,4 @@
-"""How many files a process, and those that it starts, may have open."""
+"""The limit of open files of the server process, and of the processes that it starts."""
 
 from __future__ import annotations
 
