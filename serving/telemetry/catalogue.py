@@ -27,7 +27,7 @@ class Described(NamedTuple):
     kind: Kind
     text: str
     labels: tuple[str, ...] = ()
-    high: float = math.inf  # the highest value of a gauge; all begin at 0
+    high: float = math.inf  # the maximum of a gauge; the minimum of all gauges is 0
 
 
 OF_VERSION = ("model", "version")
@@ -249,10 +249,10 @@ def check_names(kind: str, name: str, labels: Sequence[str]) -> None:
 
 
 def updater(child: Family) -> Callable[[float], None]:
-    """Return the function that adds values to a counter or a histogram with its labels, or sets a gauge.
+    """Return a function that adds a value to a counter or to a histogram, or sets a gauge.
 
-    That of a counter raises ValueError for a negative or non-finite value. Keep it for further values:
-    telling the library's classes apart takes longer than recording a value.
+    For a counter it raises ValueError if the value is negative or not finite. Keep the function for further
+    values, because finding the class of `child` takes longer than recording a value.
     """
     if isinstance(child, Counter):
         return functools.partial(_add, child)

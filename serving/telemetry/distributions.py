@@ -34,7 +34,7 @@ _WIDTH = len(SECONDS_BUCKETS) + 1  # the last bucket holds values above all boun
 class Histogram(NamedTuple):
     """A snapshot of one histogram. `exemplars` has one entry per bucket; None: no exemplar."""
 
-    counts: Sequence[int]  # per bucket, not cumulative; one more than there are bounds
+    counts: Sequence[int]  # per bucket, not cumulative; there is one count more than bounds
     total: float
     exemplars: Sequence[Exemplar | None] = ()
 
@@ -50,7 +50,7 @@ class Distributions:
         self._counts = np.zeros(columns * _WIDTH, dtype=np.int64)
         self._sums = np.zeros(columns)
         self._offsets = np.arange(columns) * _WIDTH
-        self._exemplars: dict[tuple[int, int], Exemplar] = {}  # the latest one by column and bucket
+        self._exemplars: dict[tuple[int, int], Exemplar] = {}  # the latest of each column and bucket
 
     def add(self, row: Sequence[float]) -> None:
         """Add a row: one value in seconds for each column."""
@@ -96,7 +96,7 @@ _TEXTS = (*map(str, SECONDS_BUCKETS), "+Inf")
 
 @lru_cache
 def _kept_bounds(every: int) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Return the numbers of the kept buckets, and their bounds as text; `every` 0 keeps only +Inf."""
+    """Return the indices of the kept buckets, and their bounds as text; `every` 0 keeps only +Inf."""
     last = len(SECONDS_BUCKETS)
     kept = (*(range(0, last, every) if every else ()), last)
     return kept, tuple(_TEXTS[bucket] for bucket in kept)
@@ -105,7 +105,7 @@ def _kept_bounds(every: int) -> tuple[tuple[int, ...], tuple[str, ...]]:
 def add_histogram(family: OwnFamily, labels: dict[str, str], values: Histogram, every: int = 1) -> None:
     """Add one histogram over `SECONDS_BUCKETS`.
 
-    `every` 2 keeps every second bound only, and 0 none but +Inf: the histogram then tells the mean.
+    `every` 2 keeps only every second bound. 0 keeps only +Inf, so that the histogram has just count and sum.
     """
     kept, bounds = _kept_bounds(every)
     cumulated = list(accumulate(values.counts))
@@ -115,7 +115,7 @@ def add_histogram(family: OwnFamily, labels: dict[str, str], values: Histogram, 
 
 
 def _kept_exemplars(exemplars: Sequence[Exemplar | None], kept: Sequence[int]) -> list[Exemplar | None]:
-    """Return the exemplar of each kept bucket: its own, or else that of a bucket which was added to it."""
+    """Return an exemplar for each kept bucket: its own, or else that of a lower bucket merged into it."""
     found: list[Exemplar | None] = []
     first = 0
     for bucket in kept:

@@ -15,10 +15,10 @@ from typing import NamedTuple
 from prometheus_client import Metric
 from prometheus_client.samples import Exemplar, Sample
 
-# Java's Double.toString writes decimals from 10^-3 to 10^7, and powers of ten outside this range.
+# Java's Double.toString writes plain decimals from 10^-3 to 10^7, and scientific notation outside this range.
 _PLAIN_FROM = 1e-3
 _PLAIN_TO = 1e7
-_LABELS = "\0"  # stands for the labels in the lines of a histogram
+_LABELS = "\0"  # placeholder for the labels in the template of a histogram's lines
 
 
 class HistogramRow(NamedTuple):
@@ -62,9 +62,9 @@ def render(
 
     Args:
         families: as the registry collects them.
-        declared: for counters, the declared name by the library's family name.
+        declared: maps the library's family name of a counter to its declared name.
         names: names of the samples to render; empty renders all. A family without such a sample is omitted.
-        openmetrics: use the format of OpenMetrics, with families that have exemplars behind all others.
+        openmetrics: use the format of OpenMetrics, with families that have exemplars after all others.
     """
     text: list[str] = []
     last: list[str] = []
@@ -86,7 +86,7 @@ def _rows(family: Metric) -> Sequence[HistogramRow]:
 
 
 def samples_of(family: Metric) -> list[Sample]:
-    """Return all samples of a family, those of its histograms included."""
+    """Return all samples of a family, including those of its histograms."""
     return [*family.samples, *(sample for row in _rows(family) for sample in row.samples(family.name))]
 
 
@@ -117,7 +117,7 @@ def _histogram_lines(row: HistogramRow, name: str, openmetrics: bool) -> str:
     is_small = row.counts[-1] < _PLAIN_TO
     form = _histogram_form(name, row.bounds, bool(row.labels), openmetrics, is_small)
     counts = row.counts if is_small else [number(count) for count in row.counts]
-    # The labels are put in last: they may contain "%".
+    # The labels are inserted last, because they may contain "%".
     return (form % (*counts, counts[-1], number(row.total))).replace(_LABELS, _pairs(row.labels, openmetrics))
 
 
@@ -127,7 +127,7 @@ def _histogram_form(
 ) -> str:
     """Return a template of a histogram's lines: `_LABELS` for the labels, "%d" or "%s" for the counts."""
     number = "%d.0" if small else "%s"
-    if openmetrics:  # which has no comma after the last label
+    if openmetrics:  # it allows no comma after the last label
         comma = "," if labelled else ""
         lines = [f'{name}_bucket{{le="{bound}"{comma}{_LABELS}}} {number}\n' for bound in bounds]
     else:
@@ -144,7 +144,7 @@ def java_double(value: float) -> str:
         return "+Inf" if value > 0 else "-Inf"
     value = float(value)
     if value == 0 or _PLAIN_FROM <= abs(value) < _PLAIN_TO:
-        return repr(value)  # Python uses powers of ten only outside this range
+        return repr(value)  # Python uses scientific notation only outside this range
     digits = Decimal(repr(value)).normalize().as_tuple()
     mantissa = "".join(map(str, digits.digits))
     exponent = int(digits.exponent) + len(mantissa) - 1

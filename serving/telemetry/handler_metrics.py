@@ -17,10 +17,10 @@ from torchere.serving.telemetry.torchserve import MODEL_LOGGER, is_logged, log_v
 
 logger = logging.getLogger(__name__)
 
-MAX_FAMILIES = 500  # undeclared names of all handlers together, with auto-detection
-MAX_SERIES = 50_000  # combinations of all names together; each takes a kilobyte, and time of every scrape
+MAX_FAMILIES = 500  # undeclared metric names of all handlers together, with auto-detection
+MAX_SERIES = 50_000  # label combinations of all names together; each takes 1 KB, and time in every scrape
 MAX_LABEL_SETS = 1000  # combinations of label values per name
-MAX_DIMENSIONS = 100  # of a value; they are kept with their names, also those that give no label
+MAX_DIMENSIONS = 100  # of one sample; all of them are stored, even those that become no label
 MAX_TEXT_CHARACTERS = 1024  # of a name, a unit and the value of a label
 _UNDECLARED = "the metrics configuration does not declare it, and model_metrics_auto_detect is false"
 
@@ -53,10 +53,10 @@ class _Known:
 
 
 class _Shares:
-    """Counts what models have of something, by the model that reported it first; "" is the server.
+    """Shares a limited number of series or names among the models that reported them first.
 
-    A model may have more while it has fewer than are left, so at most half, and later ones find room. The
-    server always may: it has one for each model.
+    A model may add one while it has fewer than are still free. So no model gets more than half, and models
+    that come later find some free. The server ("") may always add one: it reports one series of each model.
     """
 
     __slots__ = ("_by_model", "_most", "_name")
@@ -67,7 +67,7 @@ class _Shares:
         self._by_model: Counter[str] = Counter()
 
     def check(self, model: str) -> None:
-        """Raise `ValueError` if the model may have no more."""
+        """Raise `ValueError` if the model may not add another one."""
         if not model:
             return
         own = self._by_model[model]
@@ -114,7 +114,7 @@ class HandlerMetrics:
     def record(self, samples: Iterable[MetricSample], model: str = "") -> None:
         """Record the samples of one batch of a model; "": of the server.
 
-        Invalid samples are dropped, and the first of each metric name is logged.
+        Invalid samples are dropped, and the first invalid one of each metric name is logged.
         """
         with self._lock:
             for sample in samples:
@@ -128,20 +128,20 @@ class HandlerMetrics:
         return self._auto_detect or name in self._known
 
     def needs_each(self, name: str) -> bool:
-        """Return whether every value of a metric is needed (for logs and histograms) or only the last one."""
+        """Return whether every value of a metric is needed, not only the last one (as for a gauge)."""
         known = self._known.get(name)
         if known is None:
             return self._auto_detect and is_logged(name, self._mode)
         return known.family is None or known.declared.kind != "gauge"
 
     def forget(self, model: str) -> None:
-        """Drop what `model` reported first, what has it as `ModelName`, and undeclared names without values.
+        """Drop the series that `model` reported first, or that have it as `ModelName`.
 
-        If another model reports such a value, too, its next report begins a new one.
+        Undeclared metrics without series go, too. A later report of another model starts a new series.
         """
         with self._lock:
             for name, known in list(self._known.items()):
-                # Dimensions in another order can name the same values, which are one in the family.
+                # The same dimensions in another order are another child, but the same series of the family.
                 gone = {
                     child.values
                     for child in known.children.values()
@@ -165,7 +165,7 @@ class HandlerMetrics:
         known = self._known.get(sample.name)
         child = known.children.get(sample.dimensions) if known else None
         if known and child and child.reporter and not model:
-            # The server goes on reporting it when the model goes that did so first.
+            # From now on the series is the server's: it outlives the model that reported it first.
             for shares in (known.shares, self._series):
                 shares.give_back(child.reporter)
                 shares.take(model)
@@ -188,7 +188,7 @@ class HandlerMetrics:
         metric, host = known.declared, self._hostname
         values = (*_label_values(metric.labels[:-1], dimensions), host)
         if known.family is None:
-            named = tuple(zip(metric.labels[:-1], values, strict=False))  # the end of the line has the host
+            named = tuple(zip(metric.labels[:-1], values, strict=False))  # the log line ends with the host
 
             def report(value: float, ids: Sequence[str]) -> None:
                 log_value(MODEL_LOGGER, metric, value, named, hostname=host, request_ids=ids)
@@ -231,9 +231,9 @@ class HandlerMetrics:
 
 
 def _check_texts(where: str, texts: Sequence[str]) -> None:
-    """Raise `ValueError` for a text that is too long to be kept for as long as the model is served.
+    """Raise `ValueError` if a text is too long, because it is stored as long as the model is served.
 
-    Likewise for half a surrogate pair, which JSON can hold and UTF-8 can't: it would make every scrape fail.
+    Also if it has half a surrogate pair: JSON can contain it, but UTF-8 can't, so every scrape would fail.
     """
     longest = max(map(len, texts), default=0)
     if longest > MAX_TEXT_CHARACTERS:

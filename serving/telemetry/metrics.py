@@ -40,7 +40,7 @@ if TYPE_CHECKING:  # imports OpenTelemetry, which is optional
     from torchere.serving.telemetry.tracing import SpanMaker
 
 PREDICTION_TIME = "PredictionTime"
-VERSIONS_A_TURN = 16  # a snapshot of them, with their loads, blocks the event loop for 1 ms at most
+VERSIONS_A_TURN = 16  # snapshots of so many, with their loads, block the event loop for 1 ms at most
 
 
 class Metrics:
@@ -72,7 +72,7 @@ class Metrics:
         tracing: SpanMaker | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        # A byte that is not UTF-8 would be half a surrogate pair, which no exposition can hold.
+        # A byte of the name that is not UTF-8 decodes to half a surrogate pair, which can't be exposed.
         self._host = (hostname or socket.gethostname()).encode(errors="replace").decode()
         config = built_in_config() if config is None else config
         # For handlers' `context.metrics.get_metric`; handlers do not set the host label.
@@ -120,7 +120,7 @@ class Metrics:
         now_s = time.monotonic()
         if prediction.meter is not None:
             prediction.meter.finished(prediction, code, now_s)
-        elif isinstance(prediction.error, (InvalidRequest, OverBudget)):  # its door refused it: no version
+        elif isinstance(prediction.error, (InvalidRequest, OverBudget)):  # refused before a version was found
             self.refused(prediction.error)
         if self.tracing is not None:
             self.tracing.end(prediction, code, now_s)
@@ -187,7 +187,7 @@ class Metrics:
     def executor_loaded(self, meter: VersionNumbers, executor_id: int, load_s: float) -> None:
         """Record that an executor of a version is ready, `load_s` after it was started."""
         name = f"W-{executor_id}-{meter.model}_{meter.version}"
-        self._load(meter.key)  # drops the series of those that have stopped
+        self._load(meter.key)  # drops the series of stopped executors
         self._executors.setdefault(meter.key, {})[executor_id] = name
         self._server.update("WorkerLoadTime", int(load_s * 1000), name, "Host")
         meter.load_s = load_s
@@ -210,7 +210,7 @@ class Metrics:
         self._over_budget = refused
 
     def watch_clients(self, numbers: Callable[[], Mapping[str, ClientNumbers]]) -> None:
-        """Expose the counters of clients: by identity, which must be named by the operator; "" for others."""
+        """Expose the counters of clients, by identities that the operator named; "" for all other clients."""
         self._clients = numbers
 
     def know_states(self, states: States) -> None:
@@ -223,7 +223,7 @@ class Metrics:
         Call it after the last response of the version.
         """
         model, version = meter.model, meter.version
-        if was_last:  # also if its counters were replaced, and that version has gone first
+        if was_last:  # even if its counters were replaced by those of a version that was removed before it
             self._of_handlers.forget(model)
         if not self._numbers.forget(meter, was_last=was_last):
             return
@@ -242,7 +242,7 @@ class Metrics:
         return load
 
     def _forget_stopped(self, version: tuple[str, str], load: VersionLoad) -> None:
-        """Remove the series of those executors of a version that its load does not name."""
+        """Remove the series of a version's executors that its load does not list."""
         names = self._executors.get(version, {})
         for executor_id in names.keys() - {executor.executor_id for executor in load.executors}:
             self._server.drop("WorkerLoadTime", names.pop(executor_id), "Host")
@@ -297,7 +297,7 @@ class _PredictionTimes(Listener):
         self.needs_each = handlers.needs_each(PREDICTION_TIME)
 
     def report_last(self, numbers: ServerNumbers) -> None:
-        """Report the last value of each model, unless every value is reported already, or none is taken."""
+        """Report the last value of each model, unless each value is reported already or none is recorded."""
         if self.needs_each or not self._handlers.takes(PREDICTION_TIME):
             return
         for version in sorted(numbers.versions.values(), key=lambda version: version.last_batch_s):

@@ -42,8 +42,8 @@ WAITING_STAGES = ("queue", "executor")  # the stage of a prediction that ended w
 UNREAD = "unread"  # a streamed response that was cancelled because its client read too slowly
 SIZE_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 QUEUE_FULL = "queue_full"  # the rejection reason that more executors would have avoided
-TOO_LARGE = "too_large"  # of a body
-_TOO_LARGE_CODES = ("body_too_long", "inflates_too_far")  # their classes are the frontend's
+TOO_LARGE = "too_large"  # the rejection reason of a body that is too large
+_TOO_LARGE_CODES = ("body_too_long", "inflates_too_far")  # of error classes that belong to the frontend
 # The first matching class counts, so subclasses come before their base classes.
 _REASONS: tuple[tuple[type[ServingError], str], ...] = (
     (QueueFull, "queue_full"),
@@ -79,7 +79,7 @@ def refusal_reason(error: ServingError) -> str:
 
 
 class Operation(NamedTuple):
-    """The name of a request's span, and attributes of it, in OpenTelemetry's words for HTTP or RPC."""
+    """The name and the attributes of a request's span, by OpenTelemetry's conventions for HTTP or RPC."""
 
     name: str
     attributes: Mapping[str, str | int]
@@ -91,14 +91,14 @@ class Predicted(Marks, Protocol):
     request_id: str
     meter: VersionNumbers | None  # None: no version was found
     counted: bool  # whether its end has been counted
-    error: ServingError | None  # that its client was told
+    error: ServingError | None  # that was sent to its client
 
     @property
     def open(self) -> bool:
-        """Whether its answer is incomplete; it may be in further batches then."""
+        """Whether its answer is incomplete, so that further batches may contain it."""
 
     def operation(self) -> Operation:
-        """Return the request as its protocol names it."""
+        """Return the name and the attributes of its span."""
 
 
 @dataclass(slots=True)
@@ -121,7 +121,7 @@ class BatchSize:
 
 
 class Listener:
-    """Receives every event immediately: for log lines, spans, and metrics declared with another type."""
+    """Receives every event immediately: for log lines, spans, and metrics of a type that was reconfigured."""
 
     def accepted(self, version: VersionNumbers, named: bool) -> None:
         """Handle a prediction that arrived; `named`: the client named the version."""
@@ -155,7 +155,7 @@ class VersionSnapshot(NamedTuple):
     busy_s: float
     in_flight: int
     last_batch_s: float  # seconds since the epoch; 0: never
-    used_s: float  # likewise: the last batch, or else the start of counting
+    used_s: float  # since the epoch: the last batch, or else the start of counting
     load_s: float  # 0: not loaded yet
 
 
@@ -183,7 +183,7 @@ class VersionNumbers:
         self.model = model
         self.version = version
         self.named = Tally()
-        self.unnamed = Tally()  # from `show` on that of all versions of the model
+        self.unnamed = Tally()  # `show` replaces it with the tally that all versions of the model share
         self.listeners = tuple(listeners)
         self._server = server or ServerNumbers()
         self._now = now
@@ -295,11 +295,11 @@ class VersionNumbers:
         handler_s: float,
         requests: Sequence[Predicted] = (),
     ) -> None:
-        """Count a batch of `size` requests, which the listeners get.
+        """Count a batch of `size` requests; pass `requests` to the listeners.
 
         A request that continues in the next batch is neither in `succeeded` nor in `failed`. The waiting
-        times are sums over these requests, from admission to the start of the batch. `executor_s` is the time
-        of its run, and `handler_s` the part of it in the handler.
+        times are sums over the succeeded and the failed requests, from admission to the start of the batch.
+        `executor_s` is the duration of the batch, and `handler_s` the part of it in the handler.
         """
         around_s = executor_s - handler_s
         if around_s < 0:
@@ -406,7 +406,7 @@ class ServerNumbers:
         return self.versions.get(version.key) is version
 
     def forget(self, version: VersionNumbers, *, was_last: bool) -> bool:
-        """Remove a version's counters, and after the last its model's; return whether they were shown."""
+        """Remove a version's counters (with the last, its model's, too); return whether they were exposed."""
         version.fold()
         if not self.shows(version):
             return False

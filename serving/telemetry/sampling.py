@@ -103,7 +103,7 @@ def _ask(command: list[str], timeout_s: float, errors: int | None = subprocess.D
     )
     _asked.append(process)
     try:
-        # A blank line in place of the ids of TorchServe's workers, for which its scripts wait.
+        # TorchServe's scripts read the ids of workers from standard input; they get a blank line instead.
         output, _ = process.communicate("\n", timeout=timeout_s)
     except subprocess.TimeoutExpired:
         process.kill()
@@ -119,7 +119,7 @@ def _ask(command: list[str], timeout_s: float, errors: int | None = subprocess.D
 def sample_by_script(arguments: str) -> tuple[MetricSample, ...]:
     """Run Python with these arguments, as TorchServe does for `system_metrics_cmd`, and return its samples.
 
-    Blocks up to `_SCRIPT_TIMEOUT_S`. What the script prints to standard error is in the log.
+    Blocks up to `_SCRIPT_TIMEOUT_S`. The script writes to the server's standard error.
     """
     command = [sys.executable, *arguments.split()]
     try:
@@ -133,7 +133,7 @@ def sample_by_script(arguments: str) -> tuple[MetricSample, ...]:
 
 
 def parse_samples(text: str) -> Iterator[MetricSample]:
-    """Yield the samples of TorchServe's metric lines, up to a blank line; log lines that are malformed."""
+    """Yield the samples of TorchServe's metric lines, up to a blank line; malformed lines are logged."""
     for line in text.splitlines():
         if not line:
             return
@@ -249,7 +249,7 @@ class SystemMetrics:
     def __init__(self, server: ServerMetrics, gpus: Callable[[], Sequence[GpuSample]] = sample_gpus) -> None:
         self._server = server
         self._gpus = gpus
-        self.command = ""  # of `system_metrics_cmd`: its script samples the host instead; "": none
+        self.command = ""  # `system_metrics_cmd`, whose script samples the host instead; "": no script
         self._cpu_times = psutil.cpu_times()
 
     async def sample_every(self, period_s: float, max_gpus: int | None = None) -> None:

@@ -19,9 +19,9 @@ def saturation(*, busy_s: float, executor_s: float, queue_share: float, refused:
 
         min(1, busy_s / executor_s) + min(1, max(queue_share, refused / offered))
 
-    `busy_s` sums the time that executors had a batch, and `executor_s` that in which they were in service; it
-    is 0 if there were none. `queue_share` is the mean of waiting requests / queue capacity. Requests are
-    `refused` because the queue was full or their deadline too near; `offered` counts these, too.
+    `busy_s` sums the time in which executors had a batch, and `executor_s` the time in which they were in
+    service (0 without executors). `queue_share` is the mean of waiting requests / queue capacity. Requests
+    are `refused` because the queue was full or their deadline too near; `offered` includes them.
     """
     busy_share = min(1.0, busy_s / executor_s) if executor_s > 0 else 0.0
     refused_share = refused / offered if offered else 0.0

@@ -80,7 +80,7 @@ class Exposure:
 
     def text(self, names: Collection[str] = (), *, openmetrics: bool = False) -> str:
         """Return the text of a scrape with the samples in `names`; empty means all samples. Thread-safe."""
-        # Models may come and go meanwhile: first the names as they are when a family is rendered.
+        # Models may come and go meanwhile, so look a name up in the current table first, then in a copy.
         declared = ChainMap(self.families.declared, self.families.declared.copy(), catalogue.LIBRARY_COUNTERS)
         return render(self._collect(), declared, names, openmetrics=openmetrics)
 

@@ -72,7 +72,7 @@ def row_of(request: Marks, now_s: float) -> tuple[float, ...]:
 def stages_of(request: Marks, now_s: float) -> tuple[float, ...]:
     """Return the durations of `STAGES` for a prediction that ended at `now_s`, answered or not.
 
-    The time from the last known mark to the end counts for the stage in which an unanswered one was.
+    If it was not answered, the time from its last mark to the end counts for the stage in which it was.
     """
     if request.answered_s:
         return row_of(request, now_s)[-len(STAGES) :]
@@ -87,7 +87,7 @@ def stages_of(request: Marks, now_s: float) -> tuple[float, ...]:
     handler_s = sum(request.stages_s)
     transfer = now_s - request.dequeued_s - handler_s
     told = (transfer, *request.stages_s)
-    if not handler_s or transfer < 0:  # the handler has told no stages: all of it is handler time
+    if not handler_s or transfer < 0:  # the stages are unknown: all of it counts as handler time
         told = (0.0, 0.0, 0.0, 0.0, now_s - request.dequeued_s)
     return (receive, decode, queue, request.company_s, *told, 0.0, 0.0)
 

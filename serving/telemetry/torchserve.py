@@ -35,7 +35,7 @@ PLAIN = {
     **dict.fromkeys((QUEUE_TIME, THREAD_TIME), "gauge"),
 }
 
-# Name -> label values without the host, and value.
+# Metric name -> its samples: label values without the host, and the value.
 Samples: TypeAlias = Mapping[str, list[tuple[tuple[str, ...], float]]]
 
 
@@ -83,7 +83,7 @@ def is_logged(name: str, mode: MetricsMode) -> bool:
 class ServerMetrics(Listener):
     """Records values of the metrics that are not rendered from the counters. Thread-safe.
 
-    Metrics that are not `declared` are not recorded; `hostname` is the last label value of all others.
+    Only `declared` metrics are recorded; `hostname` is the last label value of each.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class ServerMetrics(Listener):
             return
         metric, family = self._declared[name], self._families.get(name)
         if family is None:
-            named = zip(metric.labels, labels, strict=False)  # the end of the line has the host
+            named = zip(metric.labels, labels, strict=False)  # the log line ends with the host
             log_value(SERVER_LOGGER, metric, value, named, hostname=self._hostname)
         else:
             updater(family.labels(*labels, self._hostname))(value)

@@ -27,10 +27,10 @@ from torchere.serving.telemetry.numbers import Listener, Predicted, VersionNumbe
 from torchere.serving.telemetry.stages import STAGES, stages_of
 
 MAX_REMEMBERED = 10_000  # span contexts of requests whose batch has not been reported
-# Limit if the collector does not respond: the SDK retries every batch of spans for this long, one by one.
+# Limit on `close` if the collector does not respond: the SDK retries each batch of spans, one by one.
 CLOSE_S = 10.0
 
-# Else each malformed `tracestate` would write up to 4 kB of the client's text to the log.
+# Otherwise each malformed `tracestate` would write up to 4 kB of the client's text to the log.
 logging.getLogger("opentelemetry.trace.span").setLevel(logging.ERROR)
 
 
@@ -40,8 +40,8 @@ class SpanMaker(Listener):
     def __init__(self, provider: TracerProvider) -> None:
         self._provider = provider
         self._tracer = provider.get_tracer("torchere")
-        # The steps of a workflow have one request id, and may run at the same time, so it is no key alone.
-        # With the start in ns since the epoch, and whether the last batch has been reported.
+        # Not by request id, because steps of a workflow share one and may run at the same time.
+        # Values: the span, its start in ns since the epoch, and whether the last batch has been reported.
         self._open: dict[Predicted, tuple[Span, int, bool]] = {}
         # By request id, model and version, for the links of batches.
         self._ended: OrderedDict[tuple[str, str, str], SpanContext] = OrderedDict()
@@ -101,11 +101,11 @@ class SpanMaker(Listener):
         self._finished_span("batch", executor_s, labels, links, failed=not succeeded)
 
     def _context_in_batch(self, request: Predicted, version: VersionNumbers) -> SpanContext | None:
-        """Return the context of a request, which may still be sending its answer; None: it is not sampled."""
+        """Return the span context of a request that the batch completed; None: unsampled or incomplete."""
         opened = self._open.get(request)
         if opened is None:
             return self._ended.pop((request.request_id, *version.key), None)
-        if request.open:  # a later batch completes it: each step of continuous batching would be a span
+        if request.open:  # a later batch completes it; else each step of continuous batching would be a span
             return None
         span, start_ns, _ = opened
         self._open[request] = span, start_ns, True
