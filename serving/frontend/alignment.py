@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-# In bytes. Requests end with tensors, whose elements have at most 8 bytes; allocators align memory so too.
+# In bytes, as allocators align memory. Requests end with tensors, whose elements have at most 8 bytes.
 TENSOR_ALIGNMENT = 16
 
 

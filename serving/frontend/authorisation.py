@@ -1,6 +1,6 @@
-"""The table of authorisation: what each route of each port asks its clients for, and what it changes. Pure.
+"""The table of authorisation: the role that each route of each port needs, and the change it makes. Pure.
 
-Both transports ask this table only. A route without a row needs the role of its port, so that a forgotten row
+Both transports use only this table. A route without a row needs the role of its port, so that a forgotten row
 never gives wider access.
 """
 
@@ -15,7 +15,7 @@ from torchere.serving.frontend.rest.targets import prediction_target
 
 Surfaces = frozenset[Role]  # the APIs that a port serves
 Transport = Literal["rest", "grpc"]
-# `API_KEY`: the route itself checks the API key of TorchServe's key file. None: it is for every client.
+# `API_KEY`: the route itself checks the API key of TorchServe's key file. None: any client may call it.
 API_KEY: Literal["api key"] = "api key"
 Need = Role | Literal["api key"] | None
 
@@ -31,9 +31,7 @@ class Row(NamedTuple):
     port: Role | None  # the API whose ports have the route; None: all ports
     needs: Need  # the role of the clients that may call it
     route: str  # its path in the framework's notation, or `/package.Service/Method` of gRPC
-    actions: Mapping[
-        str, str
-    ]  # the changes of its calls by HTTP method (`ANY_METHOD`: each); they are audited
+    actions: Mapping[str, str]  # its audited changes, by HTTP method; `ANY_METHOD`: of every method
     method: str = ANY_METHOD  # the HTTP method that the row is for
 
     def action(self, method: str) -> str:
@@ -42,7 +40,7 @@ class Row(NamedTuple):
 
     @property
     def is_charged(self) -> bool:
-        """Whether a request counts for the rate of its client; see `access/client_limits.py`."""
+        """Whether a request counts toward the rate limit of its client; see `access/client_limits.py`."""
         return self.needs == "inference" and self.route not in HEALTH_ROUTES
 
 
@@ -74,8 +72,8 @@ _TORCHSERVE = "org.pytorch.serve.grpc"
 _INFERENCE = f"{_TORCHSERVE}.inference.InferenceAPIsService"
 _MANAGEMENT = f"{_TORCHSERVE}.management.ManagementAPIsService"
 
-# The first row of a port that matches counts. Columns: the API whose port it is, what is needed, the routes,
-# and actions by method.
+# The first row of a port that matches a request applies. Columns: the API of the port, the needed role, the
+# routes, and the changes by method.
 TABLE: tuple[Row, ...] = (
     *_rest(None, None, "/livez", "/startupz", "/readyz", "/readyz/{model}", "/readyz/{model}/{version}"),
     *_rest(None, None, "/api-description"),
@@ -98,7 +96,7 @@ TABLE: tuple[Row, ...] = (
     *_rest("management", "management", "/v2/repository/index"),
     *_rest("management", "management", "/v2/repository/models/{model}/load", POST="load"),
     *_rest("management", "management", "/v2/repository/models/{model}/unload", POST="unload"),
-    # Paths that do not exist: on a shared port, the room decides whose key is needed.
+    # Paths that do not exist: on a shared port, their prefix decides which API's key is needed.
     *_rest("management", "management", "/models/{rest:path}", "/workflows/{rest:path}"),
     *_rest("management", "management", "/log-level/{rest:path}", "/v2/repository/{rest:path}"),
     *_rest("inference", "inference", "/v1/models", "/v1/models/{model}", "/v2"),
@@ -129,7 +127,7 @@ TABLE: tuple[Row, ...] = (
     *_grpc("management", None, _HEALTH, "Check", "Watch"),
 )
 
-# The health of the server and its models, for orchestrators and load balancers, beside the probes.
+# Routes other than probes that report the health of the server or a model, for load balancers.
 HEALTH_ROUTES = frozenset(
     {"/ping", "/v2/health/live", "/v2/health/ready", f"{_V2_MODEL}/ready", f"{_V2_VERSION}/ready"}
     | {
@@ -139,7 +137,7 @@ HEALTH_ROUTES = frozenset(
     }
 )
 PROBES = frozenset({"/livez", "/readyz", "/startupz"})
-_MODEL_PROBES = "/readyz/"  # then a model, and its version
+_MODEL_PROBES = "/readyz/"  # followed by a model, and perhaps its version
 _PARAMETER = re.compile(r"\{(\w+)(?::(\w+))?\}")
 _CONVERTERS = {"": "[^/]+", "path": ".*", "wfpredict": "(?i:wfpredict)"}  # by their names in the framework
 
@@ -155,20 +153,20 @@ def grpc_rows(port: Role) -> Mapping[str, Row]:
 
 
 def grpc_actions() -> Mapping[str, str]:
-    """Return what the gRPC methods change that do, by path."""
+    """Return the changes that gRPC methods make, by path, without methods that only read."""
     return {row.route: row.actions[ANY_METHOD] for row in TABLE if row.transport == "grpc" and row.actions}
 
 
 class RestPort:
     """The rows of one REST port, under the settings of the server.
 
-    On a port that several APIs share the path decides which role is needed. (TorchServe requires the keys of
-    both there, so no request passes.)
+    On a port that several APIs share, the path decides which role is needed. (TorchServe requires the keys of
+    all of them there, so no request passes.)
 
     Args:
         surfaces: the APIs that the port serves.
         authorizes: whether the server asks for tokens or certificates at all.
-        asks_for_metrics: whether it asks for the role `metrics` too; TorchServe's metrics are for everybody.
+        asks_for_metrics: whether the metrics need the role `metrics`; TorchServe's are for every client.
     """
 
     def __init__(self, surfaces: Surfaces, *, authorizes: bool, asks_for_metrics: bool = False) -> None:
@@ -181,9 +179,9 @@ class RestPort:
         self.page = next((row for row in served if row.route == PAGE), None)  # None: the port has no page
 
     def row(self, method: str, path: str) -> Row:
-        """Return the row of a request; one with the role of the port for a path that does not exist.
+        """Return the row of a request; for a path that does not exist, a row with the role of the port.
 
-        The path is percent-decoded, without trailing slashes except for "/"; "*" of `OPTIONS *`.
+        `path` is percent-decoded, without trailing slashes except for "/".
         """
         for row, pattern in self._rows:
             if row.method not in (ANY_METHOD, method):
@@ -193,11 +191,11 @@ class RestPort:
         return self._other
 
     def role(self, row: Row) -> Role | None:
-        """Return the role that a client must have to call a route; None: it may be any client."""
+        """Return the role that a client must have to call a route; None: any client may call it."""
         return None if row.needs in self._open or row.needs == API_KEY else row.needs
 
     def asks(self, row: Row) -> bool:
-        """Tell whether a client must show a token or a certificate, to this server, to call a route."""
+        """Tell whether this server asks the clients of a route for a token or a certificate."""
         return self._authorizes and row.needs not in self._open
 
 

@@ -1,4 +1,4 @@
-"""Budgets of what clients make the server hold and do: bytes of requests and answers, and long decodes.
+"""Budgets for the bytes of requests and answers that clients make the server hold, and for long decodes.
 
 Frontends reserve bytes before they buffer a body or an unfinished message, and before they start to inflate
 one. Requests that need no key (the health service, paths without a key) have a small budget of their own, so
@@ -21,16 +21,16 @@ from torchere.serving.io.loop_time import LoopTurns
 Decoded = TypeVar("Decoded")
 Refusal = TypeVar("Refusal", bound=Exception)
 
-DEFAULT_BYTES = 2**31  # of all connections; a server derives it from its memory
+DEFAULT_BYTES = 2**31  # of all connections; a server derives its own limit from its memory
 CONNECTION_SHARE = 4  # one connection gets at most 1/CONNECTION_SHARE of the limit
 KEY_FREE_SHARE = 64  # all requests that need no key together get at most 1/KEY_FREE_SHARE of it
 # Every budget except the key-free one has room for at least this many messages of the greatest size.
 MIN_MESSAGES = 4
 MESSAGE_OVERHEAD_BYTES = 4096  # of gRPC: names and tags around a body of the greatest size
-KEY_FREE_MESSAGE_BYTES = 1024  # the name of a service; two-byte fields in it are too few to matter
+KEY_FREE_MESSAGE_BYTES = 1024  # for the name of a service; too short for many fields of two bytes
 MIN_KEY_FREE_BYTES = 2**20
-# RFC 1951: a match of 258 bytes takes two bits at least. Reserving more for a short message would refuse it
-# without need.
+# RFC 1951: a match of 258 bytes takes at least two bits, so data grow at most 1032-fold. Reserving more would
+# refuse short messages without need.
 MAX_INFLATION = 1032
 
 ALL, CONNECTION, KEY_FREE = "all", "connection", "key_free"  # label values, by the budget that refuses
@@ -38,15 +38,15 @@ UNSENT = "unsent"  # answers that clients have not taken
 # Limits on counts instead of bytes: connections of a listener, health watches, and useless frames (floods).
 CONNECTIONS, WATCHES, FLOOD = "connections", "watches", "flood"
 
-# zlib releases the GIL. What takes longer to inflate than these costs the loop more than a thread does; a
-# kilobyte may hold a megabyte, and one read of a connection hundreds of them, so both sizes count.
+# zlib releases the GIL. Inflating longer data on the loop costs it more than a thread does. A kilobyte may
+# hold a megabyte, and one read of a connection hundreds of such messages, so both sizes are limited.
 INLINE_BYTES = 1024  # compressed
-# What it says may take more: 4 KB of inputs for a model take 3 ms to translate.
+# The content takes longer than inflating it: 4 KB of inputs for a model take 3 ms to translate.
 INLINE_INFLATED_BYTES = 4096
-# Window bits of zlib: 15 is a zlib stream, 16 more a gzip one.
+# Window bits of zlib: 15 for a zlib stream, 15 + 16 for a gzip stream.
 GZIP_BITS = 31
-# Of a gzip body. zlib copies what it is given behind the end of a member, with the GIL held: so the members
-# behind the first one get so many bytes at a time.
+# Members of a gzip body. zlib copies the input after the end of a member, with the GIL held. So all members
+# except the first get at most `_MEMBER_BYTES` of input at a time.
 MAX_MEMBERS = 4096
 _MEMBER_BYTES = 65_536
 _MEMBER_START = b"\x1f\x8b"
@@ -65,12 +65,12 @@ def inflated_if_short(data: bytes | memoryview, window_bits: int) -> bytes | Non
 
 
 def inflated(data: bytes | memoryview, window_bits: int, max_bytes: int) -> bytes:
-    """Decompress bytes, all members of a gzip body one after the other (RFC 1952, 2.2).
+    """Decompress bytes, including all members of a gzip body (RFC 1952, 2.2).
 
-    It stops at one byte more than `max_bytes`, to bound the memory: a longer result is not whole.
+    It stops one byte after `max_bytes`, to bound the memory: a longer result may be incomplete.
 
     Raises:
-        zlib.error: the bytes are malformed, end too early, go on behind their end, or have too many members.
+        zlib.error: the bytes are malformed, end too early or too late, or have too many members.
     """
     pieces: list[bytes] = []
     left, rest, size = max_bytes + 1, memoryview(data), len(data)
@@ -101,7 +101,7 @@ class Budgets:
     """The budgets of one server.
 
     Args:
-        limit_bytes: of all connections together, of requests, and as much again of answers.
+        limit_bytes: limit on the bytes of all connections' requests, and again on those of their answers.
         message_bytes: the greatest size of a message.
     """
 
@@ -116,7 +116,7 @@ class Budgets:
         self.connection_limit_bytes = max(self.limit_bytes // CONNECTION_SHARE, least)
         self.key_free_limit_bytes = max(self.limit_bytes // KEY_FREE_SHARE, MIN_KEY_FREE_BYTES)
         self.held_bytes = 0  # of all connections now
-        self.key_free_bytes = 0  # those of them that needed no key
+        self.key_free_bytes = 0  # the part of them that belongs to requests without a key
         # How often each budget refused bytes, and each other limit a connection or a call.
         self.refused: Counter[str] = Counter(
             dict.fromkeys((ALL, CONNECTION, KEY_FREE, UNSENT, CONNECTIONS, WATCHES, FLOOD), 0)
@@ -139,7 +139,7 @@ class Budgets:
         return BudgetExceeded(text)
 
     def flaw_of_answers(self, longest_bytes: int) -> str:
-        """Return an error, and count it, if clients have left too much of their answers; else "".
+        """Return an error, and count a refusal, if too many bytes of answers are unsent; else "".
 
         `longest_bytes` is the greatest size of an answer.
         """
@@ -157,9 +157,9 @@ class ConnectionBudget:
 
     def __init__(self, budgets: Budgets) -> None:
         self.budgets = budgets  # of the server
-        self.held_bytes = 0  # in all
-        self.key_free_bytes = 0  # of these, without a key
-        self._leased_bytes = 0  # of all, by leases
+        self.held_bytes = 0  # in total
+        self.key_free_bytes = 0  # the part of them that belongs to requests without a key
+        self._leased_bytes = 0  # the part of them that leases hold
 
     def take(self, size: int, key_free: bool = False) -> None:
         """Count `size` bytes more.
@@ -265,17 +265,17 @@ def in_thread(work: Callable[[], Decoded]) -> asyncio.Future[Decoded]:
     except RuntimeError as error:
         left.clear()  # the executor has queued it, and would run it later, with all that it holds
         failed: asyncio.Future[Decoded] = loop.create_future()
-        failed.set_exception(error.with_traceback(None))  # its frame references the future: a cycle
+        failed.set_exception(error.with_traceback(None))  # a traceback's frame references the future: a cycle
         return failed
 
 
-MIN_PAUSE_S = 0.001  # after shorter functions the event loop needs no pause
+MIN_PAUSE_S = 0.001  # the event loop needs no shorter pauses
 
 
 class DecodeQueue:
-    """Runs functions in a thread one at a time. Clients take turns; one's run in the order of `add`.
+    """Runs functions one at a time in a thread. Clients take turns, each in the order of its `add` calls.
 
-    Decoding a body of JSON takes up to 24 times its bytes, and half a second for the default
+    Decoding a body of JSON takes up to 24 times its size in memory, and half a second for the default
     `max_request_size`, mostly with the GIL held. Threads that decode several such bodies at once would only
     compete for the GIL with each other and with the event loop. After a long decode the next one waits for a
     tenth of its time, in which the event loop answers the requests that waited for the GIL.
@@ -323,7 +323,7 @@ class DecodeQueue:
             waiting = self._waiting.pop(client)
             queued = waiting.popleft()
             work, queued.work = queued.work, None
-            if waiting:  # behind the other clients
+            if waiting:  # its next turn comes after the other clients
                 self._waiting[client] = waiting
             if work is not None:
                 self._is_running = True
@@ -361,7 +361,7 @@ class QueuedDecode:
     __slots__ = ("then", "work")
 
     def __init__(self, work: Callable[[], Any], then: Callable[[asyncio.Future[Any]], None]) -> None:
-        self.work: Callable[[], Any] | None = work  # None: it runs, or is withdrawn
+        self.work: Callable[[], Any] | None = work  # None: it has started, or was withdrawn
         self.then: Callable[[asyncio.Future[Any]], None] | None = then
 
     def withdraw(self) -> None:

@@ -58,7 +58,7 @@ class CallScope:
         self.operation: Operation | None = None  # of the call, for spans; None: unknown
         self.managed = ("", "")  # the model and the version that the call changes
         self.change = ""  # the value that the call sets, as NAME=VALUE
-        self.has_changed = False  # its change is in effect, also if the answer is an error
+        self.has_changed = False  # its change is in effect, even if the answer is an error
         self.read_s = 0.0  # monotonic seconds when the body was complete; 0: on arrival
         self.request: Request | None = None  # the prediction, unless the call may carry many
         _current.set(self)

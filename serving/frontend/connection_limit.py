@@ -16,31 +16,29 @@ from typing import Any, Protocol
 from torchere.serving.frontend.budgets import CONNECTIONS, Budgets
 
 RESERVE_SHARE = 4  # 1/RESERVE_SHARE of the descriptors are for workers, archives and logs
-MIN_RESERVE = 48  # at least: an idle server has 20 of them open, and 5 for each worker
+MIN_RESERVE = 48  # minimum of this share: an idle server has 20 descriptors open, and 5 for each worker
 CONTROL_SHARE = 32  # 1/CONTROL_SHARE of them are for each listener that serves no predictions
 CONTROL_LISTENERS = 3  # management, metrics and gRPC management
 INFERENCE_LISTENERS = 2  # REST and gRPC
-DEFAULT_CONNECTIONS = (
-    16_384  # of an inference listener, where descriptors allow it; idle ones take 4 to 7 KiB
-)
+DEFAULT_CONNECTIONS = 16_384  # of an inference listener, if descriptors suffice; an idle one takes 4 to 7 KiB
 MIN_CONNECTIONS = 16
 # uvloop accepts one connection of a listening socket per loop iteration (as libuv does since 1.45), and an
 # iteration may run a whole batch: of 128 clients connecting at once the last waited half a second. So the
 # loop watches the socket of a REST listener through this many descriptors.
 ACCEPTED_A_TURN = 32
-LISTENING_SHARE = 32  # but 1/LISTENING_SHARE of the descriptors at most
+LISTENING_SHARE = 32  # but at most 1/LISTENING_SHARE of the process's descriptors
 REST_LISTENERS = 3  # inference, management and metrics
 UNLIMITED_FILES = 2**20  # Linux' own maximum (fs.nr_open), in place of "unlimited"
-# The least limit of open files with which every listener has MIN_CONNECTIONS.
+# The minimum limit on open files with which every listener has MIN_CONNECTIONS.
 MIN_FILES = MIN_RESERVE + (CONTROL_LISTENERS + INFERENCE_LISTENERS) * MIN_CONNECTIONS + REST_LISTENERS * 4
-# Finding the idle connections takes a look at each one. So some are closed at once, and if all are busy, the
-# next search is a while later.
+# A search for idle connections looks at every connection. So it closes several at once, and if all are busy,
+# the next search is at least SEARCH_INTERVAL_S later.
 CLOSED_AT_ONCE = 64  # 1/CLOSED_AT_ONCE of the limit
 SEARCH_INTERVAL_S = 0.1
 
 
 class IdleConnection(Protocol):
-    """A connection, as far as the limit needs it."""
+    """The part of a connection that the limit uses."""
 
     def idle_since_s(self) -> float | None:
         """Return since when it has no request, in monotonic seconds; None if it has one."""
@@ -66,7 +64,7 @@ def connection_limit(files: int, wanted: int = 0, *, serves_inference: bool = Tr
 
 
 def listening_descriptors(files: int) -> int:
-    """Return how many descriptors the loop watches the socket of a REST listener through. Pure."""
+    """Return the number of descriptors through which the loop watches a REST listener's socket. Pure."""
     return max(1, min(ACCEPTED_A_TURN, files // LISTENING_SHARE))
 
 
@@ -110,7 +108,7 @@ class ConnectionLimit:
             if not victims:
                 self._searchable_s = now_s + SEARCH_INTERVAL_S
         for _, _, connection in victims:
-            others.discard(connection)  # it is in either set
+            others.discard(connection)  # it is in one of the two sets
             self.handshakes.discard(connection)
             connection.close_idle()
         self._budgets.refused[CONNECTIONS] += len(victims) or 1

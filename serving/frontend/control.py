@@ -49,7 +49,7 @@ class Progress(Enum):
 
     DONE = "done"
     STARTED = "started"  # the caller did not want to wait
-    PARTIAL = "partial"  # waited, and fewer executors than asked for are up
+    PARTIAL = "partial"  # the caller waited, but fewer executors than it asked for are in service
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class Registered:
 
 @dataclass(frozen=True, slots=True)
 class VersionDescription:
-    """Everything `describe` tells of one version; a snapshot."""
+    """Everything that `describe` reports about one version; a snapshot."""
 
     key: ModelKey
     url: str  # exactly as given at registration
@@ -93,7 +93,7 @@ class ControlPlane:
         self._registry = registry
         self._dataplane = dataplane
         self._settings = settings
-        self.default_executors = settings.default_executors  # of a registration that does not say how many
+        self.default_executors = settings.default_executors  # of a registration that names no number
         self.workflows = WorkflowPlane(
             Workflows(settings, registry),
             dataplane,
@@ -125,8 +125,8 @@ class ControlPlane:
             await begun()
             return Registered(version.key, executors, Progress.STARTED)
         await settled(version)
-        # Read now: a later failure belongs to another call, as does one of a version without executors, which
-        # that call has scaled up.
+        # Read now, because a later failure belongs to another call. So does any failure of a version that was
+        # registered without executors: another call has scaled it up.
         failure = load_failure(version) if executors else None
         if failure is not None:
             self._registry.discard(version)
@@ -150,7 +150,7 @@ class ControlPlane:
         try:
             leaving = await self._registry.unregister(model, version)
         except NotFound:
-            if self._registry.missing() != missing:  # it is expected no more
+            if self._registry.missing() != missing:  # it was missing, and is no longer expected
                 changed()
                 await self._registry.written()
             raise
@@ -185,8 +185,8 @@ class ControlPlane:
 
         Raises:
             InvalidRequest: max below min, or a number out of range (checked before the model is looked up).
-            LoadFailed: synchronous, an executor would not start, and `min_executors` are not in service.
-            Conflict: synchronous, and it was unregistered meanwhile.
+            LoadFailed: an executor failed, and fewer than `min_executors` serve (only when synchronous).
+            Conflict: the version was unregistered meanwhile (only when synchronous).
         """
         manages(model, version)
         if max_executors < min_executors:
@@ -203,8 +203,8 @@ class ControlPlane:
             return Progress.STARTED
         await settled(target)
         progress = _progress(target, min_executors)
-        # If there are as many as this call asks for, another call beside it asked for those that failed.
-        # Scaled to 0: an old failure does not matter.
+        # If as many executors as this call asks for are in service, a concurrent call asked for the failed
+        # ones. If the target is 0, an old failure does not matter.
         failure = target.failure if target.target and progress is Progress.PARTIAL else None
         await self._registry.written()
         if failure is not None:
@@ -230,7 +230,7 @@ class ControlPlane:
         return self._registry.find(model, version).batcher.quarantine.convicts()
 
     def lift_quarantine(self, model: str, version: str, digest: str | None = None) -> int:
-        """Run a quarantined request again when it is sent (None: all of them); return how many there were.
+        """Let a quarantined request run when it is sent again (None: all of them); return their number.
 
         Raises:
             NotFound: no request of that digest is quarantined.
@@ -247,7 +247,7 @@ class ControlPlane:
         """Describe one version and call its handler's `describe_handle` (`request` supplies the headers).
 
         Raises:
-            Unavailable with the contract's describe text; HandlerFailed.
+            Unavailable, HandlerFailed: no executor can answer, or the handler failed or answered in parts.
         """
         target = self._registry.find(model, version)
         if target.target == 0:
@@ -281,7 +281,7 @@ def _check_numbers(asked: Asked) -> None:
 
 
 def _progress(version: Version, asked: int) -> Progress:
-    """Compare the executors in service with the number one call asked for; another may ask for others."""
+    """Compare the executors in service with the number that this call asked for, not with the target."""
     return Progress.DONE if version.pool.in_service >= asked else Progress.PARTIAL
 
 
@@ -313,7 +313,7 @@ async def begun() -> None:
     """Yield to the event loop until an idle reconciler has started, for a call that is not synchronous.
 
     Once it has started, the planned executors count, as they do in TorchServe before it answers: requests
-    wait for them, and `describe` lists them. A client on the same machine may ask within a millisecond.
+    wait for them, and `describe` lists them. A local client may call within a millisecond.
     A busy reconciler (draining, for example) starts later; this function does not wait for it.
     """
     for _ in range(_TURNS_TO_BEGIN):
@@ -340,7 +340,7 @@ def integer(values: Mapping[str, object], name: str) -> int | None:
     """Return the integer called `name`; None when it is absent or empty.
 
     Raises:
-        InvalidRequest: the value is not an integer, or its magnitude exceeds `MAX_NUMBER`. (TorchServe took
+        InvalidRequest: the value is not an integer, or its magnitude exceeds `MAX_NUMBER`. (TorchServe uses
             its default instead.)
     """
     value = values.get(name)

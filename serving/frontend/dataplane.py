@@ -46,7 +46,7 @@ class Readiness:
 def unready_because(version: Version) -> str:
     """Return the reason why a version is not ready, as text.
 
-    Probes need no key, so of a failure the text says where its cause is told, and not the cause.
+    Probes need no key, so for a failed version the text says where to find the cause, not the cause itself.
     """
     told = condition(version)
     if version.state is not VersionState.READY:
@@ -59,9 +59,9 @@ def unready_because(version: Version) -> str:
 
 
 def living(version: Version) -> int:
-    """Return how many executors count for `/ping`; loading and restarting ones do, as in TorchServe.
+    """Return the number of executors for `/ping`, including loading and restarting ones, as in TorchServe.
 
-    Wanted executors that the reconciler has yet to create count too: its current work may take a while.
+    Wanted executors that the reconciler has yet to create count too, because its work may take a while.
     """
     if version.state is VersionState.FAILED:
         return 0
@@ -94,7 +94,7 @@ class _Awaited(Request):
 
     def reply(self, outcome: Answer) -> None:
         """Resolve the future with the outcome."""
-        # Drop our reference, so that only the coroutine holds it: a stream it drops is abandoned at once.
+        # Drop this reference to the future, so that a stream which the coroutine drops is abandoned at once.
         answer, self._future = self._future, None
         if answer is None or answer.done():  # cancelled
             return
@@ -108,7 +108,7 @@ async def all_parts(parts: AsyncIterable[bytes], max_bytes: int) -> list[bytes]:
     """Return the parts of a streamed response.
 
     Raises:
-        HandlerFailed: they exceed `max_bytes` together; the rest of them is abandoned.
+        HandlerFailed: together they exceed `max_bytes`; the remaining parts are abandoned.
     """
     found, size = [], 0
     async for part in parts:
@@ -124,7 +124,7 @@ class DataPlane:
 
     Methods that take a model and a version raise `ModelNotFound` or `VersionNotFound` if it is not known.
 
-    `readiness_of_all_models`: whether a model that was registered after the start can make it unready.
+    `readiness_of_all_models`: a model that was registered after the start can make the server unready.
     """
 
     def __init__(
@@ -171,7 +171,7 @@ class DataPlane:
         asked.protocol = scope.protocol
         scope.begin(self._metrics, asked)
         try:
-            # Other calls were charged when they began, and so were requests to workflows (REST).
+            # All other calls, including requests to workflows (REST), were charged when they began.
             if scope.many and scope.protocol == "grpc" and self._client_limits is not None:
                 self._charge(self._client_limits, asked)
             response = await self._awaited(asked, answer, model, version)
@@ -206,7 +206,7 @@ class DataPlane:
         """
         account = request.account
         if account is None and self._client_limits is not None and request.caller:
-            account = request.account = self._client_limits.account(request.caller)  # the door did not
+            account = request.account = self._client_limits.account(request.caller)  # the door did not set it
         try:
             if account is not None:
                 account.enter()
@@ -264,9 +264,9 @@ class DataPlane:
             raise self.refuse_unknown(err) from None
 
     def refuse_unknown(self, error: NotFound) -> ServingError:
-        """Count a prediction for an unknown model or version; return its refusal, `Unavailable` at a start.
+        """Count a prediction for an unknown model or version; return its refusal.
 
-        For doors that have looked for the version by `facts`, and do not call `admit` without it.
+        For doors that look the version up with `facts`, and call `admit` only if they find it.
         """
         refusal = error if self.has_started else Unavailable(STARTING)
         self._metrics.refused(refusal)
@@ -328,7 +328,7 @@ class DataPlane:
     def readiness(self) -> Readiness:
         """Apply the rule of `/readyz`: started, not draining, no model missing, every version ready.
 
-        Versions scaled to 0 executors do not count; those that were registered after the start do only with
+        Versions scaled to 0 executors do not count. Those registered after the start count only with
         `readiness_of_all_models`, so that one of them can't take the server out of service for the others.
         """
         reasons = [
@@ -359,8 +359,8 @@ class DataPlane:
         """Return whether `/startupz` reports ready: every startup model has finished its first load.
 
         Once true it stays true: later restarts and registrations only affect `readiness`. A model that fails
-        to load does not count against it, else the server would be restarted again and again, with all its
-        healthy models.
+        to load does not count against it. Otherwise the server would be restarted again and again, with all
+        its healthy models.
         """
         if not self._started_up:
             reasons = [] if self.has_started else ["the server is starting"]
@@ -389,7 +389,7 @@ class DataPlane:
 
 
 def _worded(text: str, model: str, version: str | None) -> str:
-    """Word a refusal as TorchServe does: with a version in the URL it has an unbalanced quote."""
+    """Word a refusal as TorchServe does: if the URL names a version, the text has an unbalanced quote."""
     if version is None:
         return text
     return text.replace(f'Model "{model}" ', f'Model "{model}" Version {version}" ', 1)

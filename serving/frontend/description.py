@@ -30,10 +30,10 @@ MAX_METADATA_BYTES = 2**20  # of a handler: decoding and formatting a mebibyte t
 
 
 def pretty(value: object) -> str:
-    """Format JSON as TorchServe does: two spaces a level, non-ASCII unescaped, no newline at the end.
+    """Format JSON as TorchServe does: two spaces per level, non-ASCII unescaped, no newline at the end.
 
-    Half a surrogate has no form in UTF-8, and can be in a client's JSON and in a file name that is not UTF-8:
-    with one the text is ASCII, with an escape for it.
+    A value with half a surrogate pair, which UTF-8 can't encode, is written in ASCII with escapes. It may
+    come from a client's JSON, or from a file name that is not UTF-8.
     """
     try:
         return indented_json(value, ascii_only=False).decode()
@@ -182,10 +182,10 @@ def _own_json(version: VersionDescription) -> dict[str, Any]:
 
 
 def _with_memory(version: VersionDescription) -> tuple[ExecutorStatus, ...]:
-    """Measure the executors; those with several processes with all of them."""
+    """Measure the memory of the executors, each with all of its processes."""
     memory: dict[int, int] = {}  # by process id: executors that share a process are measured once
     for pid in {status.pid for status in version.executors}:
-        with suppress(psutil.Error):  # it is gone, or not started yet
+        with suppress(psutil.Error):  # the process has ended, or has not started yet
             process = psutil.Process(pid)
             ranks = process.children() if version.settings.parallel else []
             memory[pid] = sum(each.memory_info().rss for each in [process, *ranks])

@@ -1,4 +1,4 @@
-"""A table of translations of the parts that requests repeat."""
+"""A bounded cache for translations of the parts that requests repeat, such as their heads."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ Value = TypeVar("Value")
 
 
 class Known(dict[Key, Value]):
-    """Translations by their sources. A client's calls are alike, so most are found here.
+    """Cache of translations, by their sources. A client's calls are alike, so most are found here.
 
-    A client chooses the keys. So their sizes are at most `most` together, and a full table begins anew: a
-    list of the least recently used keys would cost each call more than the lost translations do.
+    Clients choose the keys, so `most` limits the sum of their sizes. A full cache is emptied, because a list
+    of the least recently used keys would cost each call more than the lost translations do.
     """
 
     __slots__ = ("_most", "_size")
@@ -20,10 +20,10 @@ class Known(dict[Key, Value]):
     def __init__(self, most: int) -> None:
         super().__init__()
         self._most = most
-        self._size = 0  # of all keys, and of those that were kept twice
+        self._size = 0  # of all keys; a key that was kept twice counts twice
 
     def keep(self, key: Key, value: Value, size: int = 1) -> None:
-        """Add a translation of a size that is at most `most`. By default `most` is their number."""
+        """Add a translation; `size` is at most `most`. With the default size, `most` limits their number."""
         self._size = self._size + size if self else size
         if self._size > self._most:
             self.clear()

@@ -1,4 +1,4 @@
-"""Refusals of built-in handlers: an answer with an error's status, and the error as its body. Pure."""
+"""Refusals of built-in handlers: answers with an error status, whose body is the error. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MAX_ERROR_BYTES = 65_536  # of a body that is taken for an error
 
 
 class _Refusal(msgspec.Struct, forbid_unknown_fields=True):
-    """The body of an error in the server's own form, as built-in handlers answer one request of a batch."""
+    """An error body in the server's own form, with which built-in handlers refuse one request of a batch."""
 
     code: int
     type: str
@@ -24,9 +24,9 @@ _refusals = msgspec.json.Decoder(_Refusal)
 
 
 def check_refusal(response: InferResponse) -> None:
-    """Raise the error that a built-in handler answered, where its body alone would be a success.
+    """Raise the error in a built-in handler's answer, for callers that use only the body of answers.
 
-    Other bodies with a status of the handler's own are answers, as with TorchServe.
+    A body in any other form is an answer even with an error status, as in TorchServe.
 
     Raises:
         HandlerFailed: the response has an error's status, and its body is an error in the server's own form.

@@ -7,7 +7,7 @@ import os
 # RFC 9562: the 17th digit begins with the bits 10. Maps a random digit to a valid one.
 _VARIANT = dict(zip("0123456789abcdef", "89ab" * 4, strict=True))
 _DIGITS = 32  # hexadecimal digits of an id
-# Ids drawn at once: `os.urandom` releases the GIL, and another thread may then keep it for a while.
+# Ids drawn at once, because `os.urandom` releases the GIL, and another thread may then keep it for a while.
 _DRAWN_AT_ONCE = 64
 _drawn: list[str] = []  # digits of unused ids
 os.register_at_fork(after_in_child=_drawn.clear)  # else both processes would return the same ids

@@ -27,7 +27,7 @@ class Services:
     server_version: str = "0"
     budgets: Budgets = field(default_factory=Budgets)
     certificates: Certificates | None = None  # of every listener with TLS
-    client_limits: ClientLimits | None = None  # None: clients are not told apart
+    client_limits: ClientLimits | None = None  # None: no client has limits
 
 
 def budgets_of(limits: Limits) -> Budgets:

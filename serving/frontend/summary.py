@@ -1,4 +1,4 @@
-"""The summary of a start: the models, the addresses, and a line to paste for each model."""
+"""The summary that start-up prints: the models, the addresses, and a command to paste for each model."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from torchere.serving.types import ModelKey
 _DEFAULT = Address("127.0.0.1", 8080)
 _MOST_NUMBERS = 32  # in a line to paste
 _MOST_CHARACTERS = 500  # of an example in a line to paste
-_UNKNOWN = "YOUR_REQUEST_FILE"  # where nothing is known of the input
-# By the handlers that take a file: the option of `torchere predict`, and the name that stands for the file.
+_UNKNOWN = "YOUR_REQUEST_FILE"  # placeholder, if the input of a model is unknown
+# Handlers that take a file -> the option of `torchere predict`, and a placeholder for the file's name.
 _FILES = dict.fromkeys(("image_classifier", "image_segmenter", "object_detector"), ("--image", "PICTURE.jpg"))
 _FILES["voice_activity"] = ("--file", "SOUND.wav")
 _TEXTS = ("sequence_classifier", "text_classifier", "text_embedding")
@@ -30,7 +30,7 @@ Paint = Callable[[str, str], str]
 class Caller:
     """How clients on this machine call the server.
 
-    `command` is that of `torchere`, None if `torchere predict` can't run here (httpx is missing).
+    `command` runs `torchere`; None if `torchere predict` can't run here (httpx is missing).
     """
 
     command: str | None
@@ -99,7 +99,7 @@ def _body(facts: ModelFacts) -> list[str]:
 def _tensor_body(signature: Signature) -> list[str]:
     inputs = list(zip(signature.inputs, smallest_shapes(signature.inputs), strict=True))
     if sum(math.prod(shape) for _, shape in inputs) > _MOST_NUMBERS:
-        if any(_plain_value(spec) for spec, _ in inputs):  # it takes no zeros
+        if any(_plain_value(spec) for spec, _ in inputs):  # zeros are not valid
             return ["--file", _UNKNOWN]
         return [
             word
@@ -111,7 +111,7 @@ def _tensor_body(signature: Signature) -> list[str]:
 
 
 def _plain_value(spec: TensorSpec) -> object:
-    """Return a value that the input may hold: 0, or the number nearest to it; a word for BYTES."""
+    """Return a valid value of the input: 0, or the valid number nearest to it; a word for BYTES."""
     if spec.datatype == "BYTES":
         return "text"
     if spec.datatype == "BOOL":
@@ -135,7 +135,7 @@ def _curl_body(name: str, facts: ModelFacts) -> tuple[str, list[str]]:
     model = f"/v2/models/{name.replace('/', '/versions/')}"
     shapes = smallest_shapes(signature.inputs)
     if sum(map(math.prod, shapes)) > _MOST_NUMBERS:
-        return model, []  # what it takes
+        return model, []  # shows the model's inputs
     inputs = [
         {"name": spec.name, "shape": shape, "datatype": spec.datatype}
         | {"data": [_plain_value(spec)] * math.prod(shape)}
@@ -154,13 +154,13 @@ def _example(facts: ModelFacts) -> str:
     """Return the example of the model config as JSON; "" without an example, or with one that is too long."""
     try:
         text = "" if facts.example is None else json.dumps(facts.example)
-    except (TypeError, ValueError, RecursionError):  # YAML has dates, and keys that JSON has not
+    except (TypeError, ValueError, RecursionError):  # YAML has dates, and keys that JSON does not allow
         return ""
     return text if len(text) <= _MOST_CHARACTERS else ""
 
 
 def _tensors(facts: ModelFacts) -> Signature | None:
-    """Return the tensors that requests may hold; None where the handler reads something else, or unknown."""
+    """Return the tensors that requests may hold; None if the handler reads other or unknown input."""
     return facts.signature if facts.handler == TENSOR_HANDLER else None
 
 
@@ -172,11 +172,11 @@ def _nested(value: object, shape: Sequence[int]) -> object:
 
 @dataclass(frozen=True, slots=True)
 class StartedModel:
-    """A model of the start: its name and workers, and whether it works."""
+    """A model loaded at start-up: its name and workers, and whether it works."""
 
     name: str
-    workers: str  # how many, and in what
-    line: str  # to paste; "": it does not work
+    workers: str  # their number and isolation
+    line: str  # the command to paste; "": the model does not work
     failure: str = ""
 
 
@@ -186,7 +186,7 @@ def started_models(
     facts: Callable[[ModelKey], ModelFacts],
     caller: Caller,
 ) -> list[StartedModel]:
-    """Return the models of a start, once each version has settled; steps of workflows are left out.
+    """Return the models loaded at start-up, except steps of workflows; call it when all have settled.
 
     `missing` are names of models that could not be registered.
     """
@@ -215,9 +215,9 @@ def summary(
     """Return the lines of a summary.
 
     Args:
-        models: in the order of their loads.
-        addresses: those of REST and gRPC ("" where there is none), by API.
-        keys: where they are, or that there are none.
+        models: in the order of the lines.
+        addresses: by API, the address of REST and that of gRPC ("" if there is none).
+        keys: says where the keys are, or that there are none.
         warnings: the number of warnings that were logged.
         paint: colors a text.
     """

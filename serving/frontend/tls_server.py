@@ -1,7 +1,7 @@
-"""Accepts TLS connections, which count for the limit of their listener from the beginning of the handshake.
+"""Accepts TLS connections, which count toward the limit of their listener as soon as the handshake begins.
 
-asyncio's own server calls `connection_made` only after the TLS handshake. A client that never ends the
-handshake would take a descriptor that no limit counts, and that none can take back.
+asyncio's own server calls `connection_made` only after the TLS handshake. A client that never finishes the
+handshake would hold a descriptor that no limit counts or takes back.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 class TlsServer:
     """Server of listening sockets, which `close` closes. Used on the event loop only.
 
-    `others` are the connections of the listener after their handshakes; `connected` makes a protocol.
+    `others` are the listener's connections that finished their handshakes; `connected` creates a protocol.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class _Handshake:
         self.task: asyncio.Task[None] | None = None
 
     def idle_since_s(self) -> float:
-        """Return when the connection was accepted: it has no request."""
+        """Return when the connection was accepted, because it has no request yet."""
         return self._began_s
 
     def close_idle(self) -> None:
@@ -114,9 +114,8 @@ class _Handshake:
 async def bound_sockets(address: Address, backlog: int, *, only_first: bool = False) -> list[socket.socket]:
     """Return the listening sockets of an address.
 
-    They are one for each of the addresses of a host name, or with `only_first` one for its first address of
-    IPv4. `[::]` takes IPv4, too, as TorchServe's does: in a cluster with both, a pod has one address of each
-    kind.
+    A host name has one for each of its addresses, or with `only_first` only one, for its first IPv4 address.
+    `[::]` accepts IPv4, too, as in TorchServe: in a dual-stack cluster a pod has one address of each kind.
 
     Raises:
         OSError: the address can't be bound.
@@ -126,7 +125,7 @@ async def bound_sockets(address: Address, backlog: int, *, only_first: bool = Fa
         wanted: list[tuple[int, Any]] = [(socket.AF_UNIX, address.unix_path)]
     else:
         kind = socket.AF_INET6 if ":" in address.host else socket.AF_INET
-        # Unlike this, `bind` and uvloop's own `getaddrinfo` leave the zone of an IPv6 address out.
+        # Unlike this function, `bind` and uvloop's own `getaddrinfo` drop the zone of an IPv6 address.
         found = await asyncio.to_thread(
             socket.getaddrinfo,
             address.host,
@@ -142,7 +141,7 @@ async def bound_sockets(address: Address, backlog: int, *, only_first: bool = Fa
         for family, name in wanted:
             sockets.append(socket.socket(family, socket.SOCK_STREAM))
             if family == socket.AF_INET6:
-                # Also a mapped address, `::ffff:127.0.0.1`, takes IPv4.
+                # A mapped address such as `::ffff:127.0.0.1` accepts IPv4, too.
                 sockets[-1].setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, False)
             sockets[-1].setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             sockets[-1].bind(name)

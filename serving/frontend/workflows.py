@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 # Failures after which another attempt may succeed.
 _WORTH_RETRYING = (HandlerFailed, ExecutorDied, OutOfResources, DeadlineExceeded)
 _LATER = (408, 425, 429)  # statuses of a handler that ask for another attempt
-# Between the attempts of a step, each twice as long as the one before; a crashed worker starts in 0.1 s.
+# Pauses between the attempts of a step; each is twice the one before. A crashed worker restarts in 0.1 s.
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 2.0
 _pause = asyncio.sleep
 INLINE_BYTES = 65_536  # longer results of several leaves are joined in a thread: 12 MB of numbers take 0.3 s
@@ -74,8 +74,8 @@ class WorkflowPlane:
     Args:
         known: the registered workflows.
         dataplane: runs the steps.
-        check_model_api: raises when models may not be registered over the network, as workflows load models.
-        max_step_bytes: the greatest size of the result of a step that sends it in parts.
+        check_model_api: raises if models may not be registered over the network; workflows load models, too.
+        max_step_bytes: limit on the result of a step that is sent in parts.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class WorkflowPlane:
             await self.known.unregister(name)
         except WorkflowNotFound:
             raise
-        except BaseException:  # cut off, too: it is removed before the wait for its requests
+        except BaseException:  # also if cancelled: it is removed before the wait for its requests
             changed()
             raise
 
@@ -126,7 +126,7 @@ class WorkflowPlane:
         return paged([(each.name, each.url) for each in self.known.registered()], limit, page_token)
 
     def check_exists(self, name: str) -> None:
-        """Raise `WorkflowNotFound` unless the workflow is registered, and `Unavailable` during the start."""
+        """Raise `WorkflowNotFound` unless the workflow is registered, and `Unavailable` during start-up."""
         if not self._dataplane.has_started:
             raise Unavailable(STARTING)
         self.known.find(name)
@@ -134,14 +134,14 @@ class WorkflowPlane:
     async def infer(self, name: str, request: InferRequest, budgets: Budgets | None = None) -> InferResponse:
         """Run a workflow for one request. Cancelling the awaiting task withdraws its steps.
 
-        `request.deadline_s` bounds the whole run, the `timeout-ms` of a step each of its attempts.
-        Results count for `budgets` until the steps that take them are over.
+        `request.deadline_s` bounds the whole run, and the `timeout-ms` of a step bounds each of its attempts.
+        Results count in `budgets` until the steps that read them have finished.
 
         Raises:
             WorkflowNotFound: it is not registered.
             Unavailable: the server is starting, a step can't be admitted now, or `budgets` have no room.
             DeadlineExceeded: the deadline of the request passed.
-            TooManyRequests: its client has too many unanswered predictions; each step is one.
+            TooManyRequests: its client has too many unanswered predictions; each step counts as one.
             StepFailed: a step failed in each of its attempts.
             HandlerFailed: the handler of a step refused its input.
         """
@@ -158,7 +158,7 @@ class WorkflowPlane:
     async def _run(self, workflow: Workflow, request: InferRequest, held: ResultsBudget) -> InferResponse:
         spec = workflow.spec
         running: dict[str, asyncio.Task[None]] = {}
-        results: dict[str, InferResponse] = {}  # of leaves, and of steps whose children are not all over
+        results: dict[str, InferResponse] = {}  # of leaves, and of steps with unfinished children
         children_left = {name: len(spec.children.get(name, ())) for name in spec.steps}
 
         async def step(name: str) -> None:
@@ -195,7 +195,7 @@ class WorkflowPlane:
         return await asyncio.to_thread(_answer, leaves)
 
     async def _attempts(self, workflow: Workflow, step: str, request: InferRequest) -> InferResponse:
-        """Run one step, and again after a failure and a pause, as often as its settings allow."""
+        """Run one step; after a failure and a pause repeat it, as often as its settings allow."""
         settings = workflow.spec.steps[step]
         attempts_left, pause_s = settings.retry_attempts, FIRST_PAUSE_S
         while True:
@@ -241,7 +241,7 @@ def _check(step: str, response: InferResponse) -> None:
 
 
 def _is_refusal(error: ServingError) -> TypeGuard[HandlerFailed]:
-    """Tell whether a handler raised an error of the client's."""
+    """Tell whether a handler raised an error with a client error status (4xx)."""
     return isinstance(error, HandlerFailed) and FIRST_ERROR_STATUS <= error.status < 500
 
 
@@ -259,7 +259,7 @@ def _step_error(workflow: Workflow, step: str, error: ServingError, request: Inf
         return HandlerFailed(f"{text}: {error.message}", error.status, error.detail)
     cause = ": ".join(filter(None, (error.message, error.detail)))
     if isinstance(error, Unavailable):
-        kind = CutOff if isinstance(error, CutOff) else Unavailable  # one that may have run stays so
+        kind = CutOff if isinstance(error, CutOff) else Unavailable  # `CutOff`: the step may have run
         refused = kind(f"{text}: {error.message}", error.detail)
         refused.retry_after_s = error.retry_after_s
         return refused
