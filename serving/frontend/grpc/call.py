@@ -44,7 +44,7 @@ LATE_S = 0.1
 
 
 class Method(NamedTuple):
-    """What all calls of one method share: codec, error table, running tasks and metrics."""
+    """The codec, error table, running tasks and metrics that all calls of one method share."""
 
     path: str  # `package.Service/Method`
     table: Table  # the status of each error
@@ -88,7 +88,7 @@ class Call(CallListener):
         timeout_s = stream.timeout_s
         self.deadline_s = NO_DEADLINE if timeout_s is None else self.started_s + timeout_s
         self.read_s = 0.0
-        self._has_line = False  # the access log has a line: a cancelled call may end twice
+        self._has_line = False  # whether the access log has its line, because a cancelled call may end twice
         self._message: Received | Compressed | None = None
 
     @property
@@ -98,7 +98,7 @@ class Call(CallListener):
 
     @property
     def metadata(self) -> Metadata:
-        """The client's metadata, with names in lower case; a name that ends in `-bin` has values of bytes."""
+        """The client's metadata, with names in lower case; values of names that end in `-bin` are bytes."""
         return self.stream.head.metadata
 
     def operation(self) -> Operation:
@@ -125,7 +125,7 @@ class Call(CallListener):
         return len(message) >= LONG_BYTES and takes_long is not None and takes_long(message)
 
     def decoded_apart(self, message: Received) -> Any:
-        """As `decoded`, but return a `MessageFailed`; None if the call has ended. For the decoding thread."""
+        """As `decoded`, for the decoding thread: return a `MessageFailed`, and None if the call has ended."""
         return None if self.stream.ended else outcome_of(partial(self.decoded, message), MessageFailed)
 
     def end(self) -> None:
@@ -143,7 +143,7 @@ class Call(CallListener):
         self._ended(StatusCode.OK)
 
     def fail(self, error: Exception) -> None:
-        """End the call with the status of an error; a bug is logged, and the client gets INTERNAL."""
+        """End the call with the status of an error; an unexpected one is logged, and gives INTERNAL."""
         if isinstance(error, MessageFailed):
             if isinstance(error, MessageTooLong):
                 self.method.metrics.refused_body()
@@ -165,14 +165,14 @@ class Call(CallListener):
         self._ended(StatusCode.CANCELLED)
 
     def expire_later(self) -> asyncio.TimerHandle | None:
-        """End the call `LATE_S` after its deadline, if it has one, unless the timer is cancelled."""
+        """Return a timer that ends the call `LATE_S` after its deadline; None if it has no deadline."""
         if self.deadline_s == NO_DEADLINE:
             return None
         delay_s = self.deadline_s - self.started_s + LATE_S
         return asyncio.get_running_loop().call_later(delay_s, self._expire)
 
     def _expire(self) -> None:
-        if not self.stream.ended:  # uvloop runs timers before the callbacks of a task
+        if not self.stream.ended:  # uvloop runs this before a task's callback can cancel the timer
             self._end_with(StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded")
             self.on_cancel()
 
@@ -268,9 +268,9 @@ class UnaryCall(Call, ABC):
         in_thread(message.inflated).add_done_callback(partial(self._inflated, lease))
 
     def _inflated(self, lease: Lease, inflating: asyncio.Future[bytes]) -> None:
-        # `result` would add this frame to the error's traceback. The frame references the future, which
-        # references the error: a cycle that keeps the message's bytes until the garbage collector runs.
-        error = None if inflating.cancelled() else inflating.exception()  # unread, asyncio would log it
+        # Not `result`, which adds this frame to the error's traceback. The frame references the future, and
+        # the future the error, so this cycle would keep the message's bytes until the garbage collector runs.
+        error = None if inflating.cancelled() else inflating.exception()  # else asyncio would log the error
         if inflating.cancelled() or self.stream.ended:
             lease.end()
             return  # the client cancelled the call
@@ -278,7 +278,7 @@ class UnaryCall(Call, ABC):
             self._queue_decode(inflating.result(), lease)
             return
         lease.end()
-        if isinstance(error, Exception):  # the top of a call: `fail` logs a bug
+        if isinstance(error, Exception):  # the top of a call: `fail` logs an unexpected error
             self.fail(error)
 
     def _decoded(self, lease: Lease, size: int, decoding: asyncio.Future[Any]) -> None:
@@ -337,7 +337,7 @@ class GrpcPrediction(UnaryCall, Request, ABC):
 
     @property
     def prediction(self) -> Request | None:
-        """This call itself once it has its request id, which `begin` sets; None before."""
+        """The call itself, after `begin` has set its request id; None before."""
         return self if self.request_id else None
 
     @abstractmethod
@@ -407,7 +407,7 @@ class GrpcPrediction(UnaryCall, Request, ABC):
             async for chunk in response.chunks:
                 chunks.append(chunk)
                 size += len(chunk)
-                self.stream.check(size)  # before an answer over the limit is buffered whole
+                self.stream.check(size)  # so that an answer over the limit is not buffered whole
             self.answer(self.message_of(InferResponse(b"".join(chunks))))
         except Exception as error:  # the top of a task
             self.fail(error)

@@ -104,7 +104,7 @@ INFERENCE: Table = {
     # TorchServe has no such error; proxies and clients retry at UNAVAILABLE.
     e.Restarting: (StatusCode.UNAVAILABLE, f"{_HTTP}ServiceUnavailableException"),
 }
-# The Open Inference Protocol has no Java class names: the status text is the message alone.
+# The Open Inference Protocol has no Java class names: the status text is only the message.
 OPEN_INFERENCE: Table = {error: (code, "") for error, (code, _) in MANAGEMENT.items()}
 _OF_HTTP = {
     400: StatusCode.INVALID_ARGUMENT,

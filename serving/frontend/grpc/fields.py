@@ -13,13 +13,13 @@ from google.protobuf.message import DecodeError
 
 from torchere.serving.frontend.http2.messages import MessageFailed, Received, StatusCode
 
-MOST_FIELDS = 20_000  # of a long message; in the Open Inference Protocol they have at most ten thousand
+MOST_FIELDS = 20_000  # of a long message; messages of the Open Inference Protocol have at most ten thousand
 LONG_BYTES = 65_536  # a shorter message has too few fields to matter
 _VARINT, _EIGHT_BYTES, _SIZED, _FOUR_BYTES = 0, 1, 2, 5
 _FIXED_BYTES = {_EIGHT_BYTES: 8, _FOUR_BYTES: 4}
 _MOST_VARINT_BYTES = 10
 _MOST_TAG_BYTES = 5  # of tags and sizes, as in protobuf's library
-_MORE = 0x80  # set in each byte of a varint but the last
+_MORE = 0x80  # set in each byte of a varint except the last
 
 
 Field = tuple[int, int, int, int]  # a field's tag, and the offsets of its start, its content and its end

@@ -72,7 +72,7 @@ class HealthService:
         watch.tell(_response(self._told))
 
     def _has_room(self, watch: _Watch) -> bool:
-        """Return whether a watch may begin; above `MAX_WATCHES` the oldest watch is ended for it.
+        """Return whether a watch may begin; at `MAX_WATCHES` the oldest watch is ended to make room.
 
         Only the first watch of a connection ends another watch. So a few connections can't take all watches,
         and every client that loses its watch gets a new one when it calls again.

@@ -114,5 +114,5 @@ class ManagementService:
 
 
 def _said(number: int) -> int | None:
-    """Return a number of a message, or None if it is 0 or less, which means unset."""
+    """Return a number from a message, or None if it is 0 or less, which means unset."""
     return number if number > 0 else None

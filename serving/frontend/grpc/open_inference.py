@@ -44,9 +44,7 @@ from torchere.serving.logs.trace_context import trace_headers
 from torchere.serving.types import InferRequest, InferResponse, StreamedResponse
 
 FINAL = "triton_final_response"  # response parameter: whether this part is the last one
-WANTS_FINAL = (
-    "triton_enable_empty_final_response"  # request parameter: end a streamed answer with an empty part
-)
+WANTS_FINAL = "triton_enable_empty_final_response"  # request parameter: end a stream with an empty part
 
 
 class Tensors(NamedTuple):
@@ -145,7 +143,7 @@ class _ModelInfer(GrpcPrediction):
         super().reply(outcome)
 
     def fail(self, error: Exception) -> None:
-        """End the call with an error; under the protocol's own name, with the protocol's wording."""
+        """End the call with an error, in the protocol's wording for the service under the protocol's name."""
         if isinstance(error, ServingError) and not self._tensors.as_torchserve:
             error = in_plain_words(error)
         super().fail(error)
@@ -191,7 +189,7 @@ class InferStream:
             yield request
 
     async def _answer(self, request: TensorMessage) -> AsyncIterator[tuple[ModelStreamInferResponse, int]]:
-        """Yield the parts of the answer to one request, or its error, with their bytes."""
+        """Yield the parts of the answer to one request, or its error, each with its size in bytes."""
         try:
             async for response in self.parts(request):
                 yield self._held(ModelStreamInferResponse(infer_response=response), request)
@@ -212,13 +210,13 @@ class InferStream:
     def _held(
         self, part: ModelStreamInferResponse, request: TensorMessage
     ) -> tuple[ModelStreamInferResponse, int]:
-        """Count the bytes of a part until it is sent; return the part with its bytes.
+        """Count the bytes of a part until it is sent; return the part with its size in bytes.
 
         Raises:
             MessageFailed: the part is too long, or clients have too many unread bytes of answers.
         """
         size = part.ByteSize()
-        self._call.stream.check(size)  # when it is sent, an error would end the stream with all its requests
+        self._call.stream.check(size)  # an error while sending would end the stream with all its requests
         self._call.stream.hold(size, is_next=next(iter(self._unanswered), request) is request)
         self._ahead_bytes += size
         return part, size
@@ -265,7 +263,7 @@ Part = TypeVar("Part")
 Item = TypeVar("Item")
 
 IN_FLIGHT = 64  # requests of one stream read ahead of the answers; beyond that reading pauses
-IN_FLIGHT_BYTES = 2**24  # of these requests, also a limit; far below the budget of their connection
+IN_FLIGHT_BYTES = 2**24  # also a limit on these requests, in bytes; far below the budget of their connection
 PARTS_AHEAD = 16  # parts of one answer buffered while earlier answers are sent
 
 
@@ -305,7 +303,7 @@ async def in_order(
         await asyncio.gather(*ended, return_exceptions=True)
 
 
-_END = object()  # behind the last item of a pipe
+_END = object()  # after the last item of a pipe
 
 
 class _Pipe(Generic[Item]):
@@ -313,7 +311,7 @@ class _Pipe(Generic[Item]):
 
     def __init__(self, ahead: int) -> None:
         self._queue: asyncio.Queue[Any] = asyncio.Queue(ahead)
-        self._error: Exception | None = None  # that ended the source
+        self._error: Exception | None = None  # the error that ended the source
 
     async def fill(self, source: AsyncIterator[Item]) -> None:
         """Put all items of `source` into the queue."""

@@ -1,10 +1,10 @@
-"""Descriptors of services that have two names, for reflection: the Open Inference Protocol's, and reflection.
+"""Descriptors, for reflection, of the two services with two names: the v2 protocol's, and reflection itself.
 
 Triton's and KServe's clients call `inference.GRPCInferenceService`. TorchServe's stubs call the same methods,
 with the same messages, in another package. Client libraries register these messages in the default descriptor
 pool of the process, so our messages use a pool of their own (`protos/generate.py`).
 
-Version 1 of reflection has the messages of version 1alpha, the library's version, in another package.
+Version 1 of reflection has the messages of version 1alpha, which the library has, in another package.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Translation between v2 messages and `frontend/open_inference` records, long tensors uncopied. Pure.
+"""Translates between v2 messages and `frontend/open_inference` records without copying long tensors. Pure.
 
 The protobuf library copies a bytes field when it decodes a message, again when the field is read, and twice
 when it encodes one. For a call with 1 MiB each way that was nearly half of the event loop's work. The fields
-of a message may have any order, so long tensors are appended behind the fields that the library encoded, and
+of a message may have any order, so long tensors are appended after the fields that the library encoded, and
 cut out before it decodes the rest.
 """
 
@@ -79,7 +79,7 @@ def tensor_request(request: TensorMessage) -> TensorRequest:
     message, raw = request.fields, request.raw
     check_names("inputs", [tensor.name for tensor in message.inputs])
     check_names("outputs", [output.name for output in message.outputs])
-    for index, tensor in enumerate(message.inputs):  # before the count: such inputs bring no raw tensors
+    for index, tensor in enumerate(message.inputs):  # first, because such inputs have no raw tensors to count
         refuse_shared_memory(tensor.parameters, f"inputs[{index}]")
     if raw and len(raw) != len(message.inputs):
         raise InvalidRequest(
@@ -206,7 +206,7 @@ def _wanted(output: ModelInferRequest.InferRequestedOutputTensor, where: str) ->
 
 def _fill(contents: InferTensorContents, output: OutputTensor) -> None:
     tag = _PACKED_TAGS.get(output.datatype.name)
-    if tag is not None:  # read as a message: a list of floats takes the event loop ten times as long
+    if tag is not None:  # merged as an encoded message: a list of floats takes ten times as long
         contents.MergeFromString(b"".join((_field_head(tag, len(output.raw)), output.raw)))
         return
     field = getattr(contents, _FIELDS[output.datatype.name])
@@ -246,7 +246,7 @@ class TensorMessage:
         self.size = 0
         self._fields: ModelInferRequest | None = None
         self._translated: TensorRequest | InvalidRequest | None = None
-        if not 0 < len(head) <= KNOWN_HEAD_BYTES:  # its translation is never kept
+        if not 0 < len(head) <= KNOWN_HEAD_BYTES:  # no translation of such a head is kept
             self._fields, self.head = self._decoded(head), b""
 
     @classmethod
@@ -269,7 +269,7 @@ class TensorMessage:
         return self._fields
 
     def translate(self) -> None:
-        """Translate the message for `translated`. Call it with the decoding, because it may take long."""
+        """Translate the message in advance, as a part of its decoding, because it may take long."""
         self._translated = found = outcome_of(partial(tensor_request, self), InvalidRequest)
         if isinstance(found, TensorRequest):
             self.size = max(self.size, sum([len(tensor.raw) for tensor in found.inputs]))
@@ -295,7 +295,7 @@ class TensorMessage:
 
     @property
     def is_raw(self) -> bool:
-        """Whether the client expects raw outputs: if its inputs are raw or, as with most clients, absent."""
+        """Whether the client expects raw outputs: if its inputs are raw, as with most clients, or absent."""
         return bool(self.raw) or not self.fields.inputs
 
 
@@ -322,7 +322,7 @@ def decode_request(message: Received, known: Container[Hashable] = ()) -> Tensor
     """
     cut = _cut(message) or TensorMessage.of_library(message)
     cut.size = len(message)
-    if cut.head not in known:  # an empty one never is
+    if cut.head not in known:  # an empty head never is
         cut.translate()
     return cut
 
@@ -345,7 +345,7 @@ def encode_response(reply: TensorReply) -> Encoded:
 
 
 class _KnownAnswer(NamedTuple):
-    """The encoded message of a response without its tensors, and the sizes of these in bytes."""
+    """The encoded message of a response without its tensors, and the sizes of the tensors in bytes."""
 
     fields: bytes
     sizes: list[int]
@@ -429,7 +429,7 @@ def _cut(message: Received) -> TensorMessage | None:
     except DecodeError:
         if is_long:
             raise
-        return None  # the library knows more kinds of fields
+        return None  # the library accepts more kinds of fields
     if len(tensors) > MOST_TENSORS:
         return None
     return TensorMessage(b"".join((*kept, view[kept_from:])), call_id, tensors)

@@ -47,7 +47,7 @@ Api = Literal["inference", "management"]
 _INFERENCE = inference_pb2.DESCRIPTOR.services_by_name["InferenceAPIsService"]
 _MANAGEMENT = management_pb2.DESCRIPTOR.services_by_name["ManagementAPIsService"]
 _BACKLOG = 1024
-_SENDING_S = 0.5  # how long to wait for clients to read how their calls have ended
+_SENDING_S = 0.5  # how long to wait for clients to read the status of their ended calls
 _ENDING_S = 5.0  # how long to wait for cancelled calls to end
 
 
@@ -56,7 +56,7 @@ class GrpcServer:
 
     Example:
         server = inference_server(dataplane, controlplane, services, Address(port=0))
-        address = await server.start()      # has the port that was free
+        address = await server.start()      # has the port that was chosen
         ...
         await server.stop(grace_s=30)
     """
@@ -212,7 +212,7 @@ _TORCHSERVE_MODELS: Table = {
 def open_inference_services(
     dataplane: DataPlane, controlplane: ControlPlane, services: Services
 ) -> list[Service]:
-    """Return both services, which differ in error codes and in the encoding of BYTES with an envelope."""
+    """Return the protocol's two services, which differ in error codes, and in BYTES with an envelope."""
     tensors = TensorService(dataplane, services.settings.service_envelope)
     answers = RawAnswers()
     public = Tensors(dataplane, tensors, answers, as_torchserve=False).methods()
@@ -235,7 +235,7 @@ def reflection_services(names: Iterable[str]) -> list[Service]:
 
     @cache
     def servicer() -> Any:
-        from grpc_reflection.v1alpha import reflection  # noqa: PLC0415 - brings all of grpcio; few ask
+        from grpc_reflection.v1alpha import reflection  # noqa: PLC0415 - loads all of grpcio, and few call it
 
         return reflection.aio.ReflectionServicer((*names, *REFLECTION_NAMES), reflection_pool(_FILES))
 

@@ -58,7 +58,7 @@ class Callback(NamedTuple):
 
 
 class WithCodec(NamedTuple):
-    """A method with its own codec for its messages; a part that is None is the descriptor's.
+    """A method with its own functions to decode or encode its messages; None: the descriptor's function.
 
     `takes_long`: see `Method`.
     """
@@ -257,7 +257,7 @@ def audit(
 class ChangingCall(UnaryTaskCall):
     """A call that changes models; it is audited even if the server ends it before its message is decoded."""
 
-    __slots__ = ("ended_as",)  # the code by which the server ends it, by its time-out or at a stop
+    __slots__ = ("ended_as",)  # the status code with which the server ended it: at its deadline or shutdown
 
     def _end_with(self, code: StatusCode, message: str, details: bytes = b"") -> None:
         if self.task is None:  # otherwise `audited` writes the line

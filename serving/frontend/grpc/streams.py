@@ -27,7 +27,7 @@ MESSAGES_AHEAD = 16
 BYTES_AHEAD = 2**20
 MESSAGE_S = 0.0001  # event loop's time for a short message: its decoding, its tasks and its answer
 SHUTTING_DOWN = "The server is shutting down: call again"
-FIRST_MESSAGE_S = 1.0  # wait for the first message of a stream that the client began before the stop
+FIRST_MESSAGE_S = 1.0  # how long to wait for the first message of a stream that began before shutdown
 
 
 class TaskCall(Call):
@@ -81,7 +81,7 @@ class TaskCall(Call):
             self.fail(error)
 
     def _done(self, task: asyncio.Task[None]) -> None:
-        # Not in `_run`: a task that is cancelled at once never begins.
+        # Not in `_run`, because a task that is cancelled at once never begins.
         self.method.tasks.discard(task)
         self.task = None  # breaks a reference cycle of call, task and request
         if self._expiry is not None:
@@ -120,7 +120,7 @@ class StreamTaskCall(TaskCall):
         self._messages_bytes = 0
         self._wanted: asyncio.Future[None] | None = None
         self._half_closed = False
-        self._stops = False  # the call ends where it would wait for a message
+        self._stops = False  # shutdown: the call ends when it would wait for a message
         self.run(self._requests())
 
     def on_message(self, message: Received | Compressed) -> None:
@@ -157,10 +157,10 @@ class StreamTaskCall(TaskCall):
                 return
             self.stream.resume()
             if self._messages:
-                # Already received: a client that sends many small messages would otherwise block the loop.
+                # Give way to others: a client that sends many small messages would otherwise block the loop.
                 await self.stream.budgets.turns.another(len(self._messages) * MESSAGE_S)
             elif not self._half_closed:
-                if self._stops and not self.stream.waits_for_client:  # not within a message
+                if self._stops and not self.stream.waits_for_client:  # no message is incomplete
                     raise MessageFailed(StatusCode.UNAVAILABLE, SHUTTING_DOWN)
                 self._wanted = asyncio.get_running_loop().create_future()
                 await self._wanted
@@ -186,7 +186,7 @@ class StreamTaskCall(TaskCall):
             return self.decoded(inflated)
         decodes, caller = self.stream.budgets.decodes, self.stream.caller
         lease = self.stream.hold_while_inflating(message)
-        if len(message) <= INLINE_BYTES:  # one read has hundreds, and each hand-over takes the loop's time
+        if len(message) <= INLINE_BYTES:  # one read may bring hundreds, and a thread for each costs loop time
             try:
                 return _decoded(await decodes.run(partial(self._inflated_apart, message), caller))
             finally:
@@ -215,7 +215,7 @@ class StreamTaskCall(TaskCall):
 
 
 def _decoded(found: Any) -> Any:
-    """Return what `decoded_apart` returned, or raise it."""
+    """Return the result of `decoded_apart`, or raise it if it is an error."""
     try:
         if isinstance(found, MessageFailed):
             raise found
