@@ -60,7 +60,7 @@ SETTINGS = f.settings_frame(
 ) + f.window_update(0, CONNECTION_WINDOW_BYTES - f.DEFAULT_WINDOW)
 
 PREFACE_TIMEOUT_S = 20.0
-MAX_UNREAD_BYTES = 32 * 2**20  # in the socket's buffer while the client opens further streams
+MAX_UNREAD_BYTES = 32 * 2**20  # of the write buffer when the client sends headers; above it, abort
 # Further calls are refused while the answers that wait for the client's windows have more than this many
 # bytes, or more than four answers of the maximum size if that is more.
 MAX_HELD_BYTES = 2**29
@@ -69,13 +69,13 @@ MAX_HELD_ANSWERS = 4
 # other connections get their turn.
 TURN_S = 0.005  # of parsing for one connection; the rest is deferred to the next loop iteration
 AGAIN_S = TURN_S / 8  # a read that took longer is the last one of its loop iteration
-LATE_READ_BYTES = 16_384  # of one read while the turns of the loop's iteration are over
+LATE_READ_BYTES = 16_384  # of one read, once the turns of the loop iteration are over
 STEP_FRAMES = 32  # between two checks of the clock; a run of DATA counts as one frame, because it is fast
 SMALL_BYTES = 128  # shorter DATA for an ended call counts as a frame that moves no data
-# Frames that a client may send for each answer, and for each part of an answer that it consumed: some clients
-# acknowledge every 4 KiB, and cancellations cross with answers.
+# Frames that move no data, which a client may send for each answer, and for each write of an answer: some
+# clients acknowledge every 4 KiB, and cancellations cross with answers.
 EARNED_BY_ANSWER = 4
-EARNING_BYTES = 1024  # of longer answers
+EARNING_BYTES = 1024  # so many bytes of longer answers allow one frame more
 
 
 class Connection(asyncio.BufferedProtocol):
@@ -89,7 +89,7 @@ class Connection(asyncio.BufferedProtocol):
         self.client: Any = None  # host and port; None over a Unix socket
         self._subjects: tuple[str, ...] = ()  # the names in the client's certificate
         self._streams: dict[int, Stream] = {}
-        self._last_id = 0  # of the streams that were begun
+        self._last_id = 0  # the highest id of a stream that was begun
         self._answers = 0
         self._unread = Stalls(unread.UNREAD_TIMEOUT_S, self._unread_progress, self._end_unread)
         self._incomplete = IncompleteCalls(self._streams, listener.min_upload_rate)
@@ -132,7 +132,7 @@ class Connection(asyncio.BufferedProtocol):
         self.client = transport.get_extra_info("peername") or None
         self._subjects = subjects_of(transport.get_extra_info("peercert"), time.time())
         limit = self._listener.connection_limit
-        is_admitted = transport.get_extra_info("sslcontext") is not None  # when it was accepted
+        is_admitted = transport.get_extra_info("sslcontext") is not None  # by `TlsServer`
         if not (limit is None or is_admitted or limit.admits(self._listener.connections)):
             self._transport.abort()
             return
@@ -155,7 +155,7 @@ class Connection(asyncio.BufferedProtocol):
             stream = self._streams.popitem()[1]
             stream.consumed_all()
             stream.cancel()
-        self._headers = HeaderReader()  # the collector may come late for this object, with all known heads
+        self._headers = HeaderReader()  # frees the known heads: the collector may free this object late
 
     def pause_writing(self) -> None:
         """Stop sending: the socket's buffer is full."""
@@ -175,7 +175,7 @@ class Connection(asyncio.BufferedProtocol):
         """Parse the bytes received."""
         data = self._listener.read_buffer[:nbytes]
         if self._deferred:
-            self._deferred += data  # asyncio's TLS of Python 3.10 delivers what it has read while paused
+            self._deferred += data  # asyncio's TLS in Python 3.10 delivers bytes even while paused
         elif self._turns.are_over:
             self._deferred = bytes(data)
             self._put_off()
@@ -185,7 +185,7 @@ class Connection(asyncio.BufferedProtocol):
     def idle_since_s(self) -> float | None:
         """Return when the last bytes arrived, in monotonic seconds; None while a call that needs a key runs.
 
-        Calls of health do not count, else a client without a key could keep its connections by them.
+        Calls without a key (health) do not count, else a client could keep its connections open with them.
         """
         return None if len(self._streams) > self.inbound.key_free_streams else self._received_s
 
@@ -194,7 +194,7 @@ class Connection(asyncio.BufferedProtocol):
         self.closing.at_once(ErrorCode.NO_ERROR, "too many connections")
 
     def end_calls(self, error: MessageFailed) -> None:
-        """End the open calls with an error, and so the connection, once the client has read it."""
+        """End the open calls with an error; the connection closes once the client has read it."""
         self.closing.take_no_more()
         for stream in list(self._streams.values()):
             stream.fail(error)
@@ -219,7 +219,7 @@ class Connection(asyncio.BufferedProtocol):
             if broken.code == ErrorCode.ENHANCE_YOUR_CALM:
                 self._listener.budgets.refused[FLOOD] += 1
             self.closing.at_once(broken.code, str(broken))
-        except Exception:  # the top of everything a client sends: a bug is logged, and costs one connection
+        except Exception:  # the top of all parsing: a bug is logged, and ends only this connection
             logger.exception("a gRPC connection failed unexpectedly")
             self.closing.at_once(ErrorCode.INTERNAL_ERROR, "internal error")
         self._writes.flush()
@@ -242,7 +242,7 @@ class Connection(asyncio.BufferedProtocol):
             self._receive(data)
 
     def _later(self, delay_s: float, act: Callable[[], None]) -> None:
-        """Schedule an action, unless the connection is lost by then."""
+        """Schedule an action, which the loss of the connection cancels."""
         self._timers.append(asyncio.get_running_loop().call_later(delay_s, act))
 
     # Calls
@@ -264,7 +264,7 @@ class Connection(asyncio.BufferedProtocol):
             return
         self._last_id = stream_id
         if self.closing.last_taken is not None or len(self._streams) >= MAX_STREAMS:
-            if self.outbound.stopped:  # clients that read their answers open no stream too many
+            if self.outbound.stopped:  # a client that reads its answers opens no excess streams
                 self._flood.count()
             self._write(f.reset_stream(stream_id, ErrorCode.REFUSED_STREAM))  # clients may retry it
             return
@@ -281,7 +281,7 @@ class Connection(asyncio.BufferedProtocol):
             stream.listener.on_half_close()
 
     def _unaffordable(self, request: Request) -> Request:
-        """Refuse a call while the client leaves too much of its answers unread."""
+        """Return the request, with a flaw if this or all connections have too many unsent answer bytes."""
         limit_bytes = max(MAX_HELD_BYTES, MAX_HELD_ANSWERS * self._listener.send_limit_bytes)
         flaw = self.outbound.flaw_of_all()
         if self.outbound.held_bytes > limit_bytes:
@@ -309,7 +309,7 @@ class Connection(asyncio.BufferedProtocol):
     def _on_data(self, stream_id: int, pieces: Sequence[Piece], is_last: bool) -> None:
         """Pass bytes of messages to their stream."""
         stream = self._streams.get(stream_id)
-        if stream is None:  # it was answered or reset while these were on their way
+        if stream is None:  # it was answered or reset while these bytes were in transit
             if sum(map(len, pieces)) < SMALL_BYTES:
                 self._flood.count()
         elif not stream.remote_open:

@@ -9,8 +9,8 @@ from torchere.serving.frontend.http2.frames import ConnectionBroken, ErrorCode
 
 IDLE_FRAMES = 1000  # allowed within `INTERVAL_S`; keep-alive pings are seconds apart
 INTERVAL_S = 10.0
-# Cancellations of calls whose whole request has arrived, allowed likewise: a client with 1,000 calls under
-# way (the limit of a connection) whose deadlines of 500 ms all pass sends as many.
+# Cancellations of calls whose whole request has arrived, allowed in the same interval: a client with 1,000
+# open calls (the limit of a connection) whose deadlines of 500 ms all pass sends so many.
 CANCELLATIONS = 20_000
 
 
@@ -18,8 +18,8 @@ class FloodGuard:
     """Counts frames of one connection that cost the server more than the client. Used on the event loop only.
 
     Args:
-        frames: how they are called in the error.
-        idle_frames: how many of them are allowed within `INTERVAL_S`.
+        frames: name of the frames in the error.
+        idle_frames: how many frames are allowed within `INTERVAL_S`.
         earned: returns the number of additional frames allowed since the start of the connection, because
             clients acknowledge answers, and cancel calls while their answers are on the way.
     """
@@ -40,7 +40,7 @@ class FloodGuard:
         self._count = 0
         self._idle_frames = self._allowed = IDLE_FRAMES if idle_frames is None else idle_frames
         self._since_s = 0.0
-        self._earned_before = self._earned_by_then = 0  # when the previous interval began, and this one
+        self._earned_before = self._earned_by_then = 0  # at the start of the previous and of this interval
 
     def count(self, frames: int = 1) -> None:
         """Count frames that arrived.

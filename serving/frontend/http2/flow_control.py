@@ -32,7 +32,7 @@ STREAM_WINDOW_BYTES = 4 * 2**20
 CONNECTION_WINDOW_BYTES = 16 * 2**20  # of all streams together; four whole windows
 
 # Sending.
-MOST_FRAME_BYTES = 2**20  # of one stream, before another one gets its turn
+MOST_FRAME_BYTES = 2**20  # of one frame, even if the client accepts longer ones
 MOST_WRITTEN_BYTES = 2**20  # of one write; after it the socket may report that its buffer is full
 HIGH_WATER_BYTES = 65_536  # of a stream's unsent bytes; above it the producer has to wait
 DEFAULT_TABLE_BYTES = 4096  # of HPACK's table, which our encoder does not use
@@ -56,7 +56,7 @@ class StreamFlow:
         self.allowed_bytes = STREAM_WINDOW_BYTES  # total that the client may send, as announced to it
         self.received_bytes = 0  # total of DATA frames; a frame counts when it begins
         self.arrived_bytes = 0  # total of message bytes that arrived before the call was complete
-        self.held_bytes = 0  # those of them in the budget, until the call is complete or they are consumed
+        self.held_bytes = 0  # the part of them in the budget, until it is consumed or the call is complete
         self.kept_bytes = 0  # of consumed messages, in the budget until they are answered
         self.key_free = False  # the call needs no key: its bytes count for a smaller budget
         self.paused = False  # messages are not consumed, so the window is not extended
@@ -106,7 +106,7 @@ class InboundFlow:
         self.key_free_streams = 0
 
     def consume(self, stream: StreamFlow | None, size: int) -> None:
-        """Count DATA that arrived. The connection's window is extended at once, a stream's by `extend`.
+        """Count DATA that arrived; extend the connection's window (not the stream's) once half is used up.
 
         Raises:
             ConnectionBroken: the client sent more than the window allows.
@@ -166,14 +166,14 @@ class OutboundFlow:
         self.finished = finished
         self._waits = waits
         self._window = DEFAULT_WINDOW
-        self._waiting: dict[int, StreamFlow] = {}  # in the order they began to wait; some may have stopped
-        self._ending: dict[int, StreamFlow] = {}  # have only their trailers left, which wait for the socket
+        self._waiting: dict[int, StreamFlow] = {}  # in the order of their waits; some may no longer wait
+        self._ending: dict[int, StreamFlow] = {}  # only their trailers are left, which wait for the socket
         self.initial_window = DEFAULT_WINDOW  # of streams, as the client configured it
         self.frame_bytes = DEFAULT_FRAME_BYTES
         self.stopped = False  # the socket's buffer is full
-        self.sends = self.sent_bytes = 0  # of answers that `pump` sent, not those that `take_room` let pass
+        self.sends = self.sent_bytes = 0  # by `pump`; answers that passed `take_room` are not counted
         self.held_bytes = 0  # of unsent answers
-        self.ahead_bytes = 0  # those of them that wait for other answers of their streams
+        self.ahead_bytes = 0  # the part of them that waits for other answers of its stream
         self._table_note = b""  # HPACK table size update that has to precede the next header block
 
     def take_room(self, stream: StreamFlow, size: int) -> bool:
@@ -190,9 +190,9 @@ class OutboundFlow:
         return True
 
     def check(self, size: int) -> None:
-        """Raise `MessageFailed` for a message over the limit, or a long one beyond that of all connections.
+        """Raise `MessageFailed` for a message over the limit, or a long one if all connections hold too much.
 
-        Calls are admitted before their answers exist, so those are checked here, too.
+        Calls are admitted before their answers exist, so answers are checked here, too.
         """
         if size > self.limit_bytes:
             raise MessageFailed(
@@ -202,17 +202,17 @@ class OutboundFlow:
         self.check_room(size)
 
     def check_room(self, size: int, *, ahead: bool = False) -> None:
-        """Raise `MessageFailed` for a long answer while all connections hold too much, this one included.
+        """Raise `MessageFailed` for a long answer if all connections hold too much, and this one some of it.
 
-        `ahead`: it has to wait for other answers of its stream. Those that do count against each other only:
-        their client can't take them before the one whose turn it is.
+        `ahead`: it has to wait for other answers of its stream. Answers that wait do not count against the
+        one whose turn it is, because the client can't take them before it.
         """
         held_bytes = self.held_bytes if ahead else self.held_bytes - self.ahead_bytes
         if size > HIGH_WATER_BYTES and held_bytes and (flaw := self.flaw_of_all()):
             raise MessageFailed(StatusCode.RESOURCE_EXHAUSTED, flaw)
 
     def flaw_of_all(self) -> str:
-        """Return an error if clients of all connections have left too much of their answers; else ""."""
+        """Return an error if all connections together have too many unsent bytes of answers; else ""."""
         flaw = self._budgets.flaw_of_answers(self.limit_bytes)
         return f"SERVER: {flaw}" if flaw else ""
 
@@ -236,8 +236,8 @@ class OutboundFlow:
     def pump(self, stream: StreamFlow) -> None:
         """Send as many queued bytes as the windows allow, then the trailers when the outbox is empty.
 
-        Trailers wait for the socket, too, though no window counts them: a client that reads nothing could
-        have any number of refusals written to its buffer. As they wait, the limit on streams is theirs.
+        Trailers wait for the socket, too, although no window counts them. Otherwise a client that reads
+        nothing could fill its buffer with refusals; while they wait, the limit on streams applies to them.
         """
         buffers: list[bytes | memoryview] = []
         sent = unwritten = 0
@@ -279,7 +279,7 @@ class OutboundFlow:
     def _wait(self, stream: StreamFlow) -> None:
         if not stream.outbox:
             self._ending[stream.id] = stream
-        elif stream.window > 0:  # a stream that waits for its own window alone is pumped when that grows
+        elif stream.window > 0:  # a stream that waits only for its own window is pumped when that grows
             self._waiting[stream.id] = stream
         self._waits()
 
@@ -319,9 +319,9 @@ class OutboundFlow:
     def stalled_on(self, streams: Iterable[StreamFlow]) -> dict[int, tuple[int, int]]:
         """Return the progress of each stream that waits for its own window, by its id.
 
-        Key 0 holds the progress of the connection while streams wait for its window: the client does not
-        choose which stream moves then. The caller sets key 0, too, when the client does not take bytes from
-        the socket.
+        Key 0 holds the progress of the connection while streams wait for its window, because the client does
+        not choose which stream moves then. The caller sets key 0, too, when the client does not take bytes
+        from the socket.
         """
         wait = [stream for stream in streams if stream.outbox]
         waiting = {stream.id: (stream.sent_bytes, 0) for stream in wait if stream.window <= 0}

@@ -32,11 +32,11 @@ END_HEADERS = 0x4
 PADDED = 0x8
 WITH_PRIORITY = 0x20
 
-# Limits of what a client may send.
+# Limits on the frames of a client.
 DATA_FRAME_BYTES = 2**20  # announced as MAX_FRAME_SIZE; DATA is consumed as it arrives
 OTHER_FRAME_BYTES = 32_768  # of every other frame, and of a header block with its continuations
 MAX_CONTINUATIONS = 16
-COUNTED_BYTES = 64  # of a frame that count as one: each byte of headers may be a field, which takes 2 us
+COUNTED_BYTES = 64  # that count as one frame, because each byte may be a header field, which takes 2 us
 SMALL_BYTES = 4096  # copying less than this is cheaper than slicing views of it
 
 Piece = bytes | memoryview
@@ -105,7 +105,7 @@ def read_settings(payload: bytes) -> Iterator[tuple[int, int]]:
     """Parse a SETTINGS frame into names and values; callers ignore unknown names.
 
     Raises:
-        ConnectionBroken: no whole number of settings, or a value out of its range.
+        ConnectionBroken: a setting is incomplete, or a value is out of its range.
     """
     if len(payload) % _SETTING.size:
         raise ConnectionBroken(ErrorCode.FRAME_SIZE_ERROR, f"SETTINGS of {len(payload)} bytes")
@@ -138,7 +138,7 @@ def read_u32(payload: bytes) -> int:
     """Read the number that RST_STREAM and WINDOW_UPDATE carry, without its reserved bit.
 
     Raises:
-        ConnectionBroken: not four bytes.
+        ConnectionBroken: the payload does not have four bytes.
     """
     if len(payload) != _U32.size:
         raise ConnectionBroken(ErrorCode.FRAME_SIZE_ERROR, f"found {len(payload)} bytes, expected 4")
@@ -198,13 +198,13 @@ class FrameReader:
     def feed(self, data: Piece, max_frames: int = sys.maxsize) -> Piece:
         """Parse about `max_frames` frames; `data` is not kept.
 
-        A run of DATA counts as one, and any other frame once more for each `COUNTED_BYTES` of it.
+        A run of DATA counts as one frame. Any other frame counts as one, and one more per `COUNTED_BYTES`.
 
         Returns:
-            The bytes behind that many frames, to be fed next; b"" when all were consumed.
+            The bytes after that many frames, to be fed next; b"" when all were consumed.
 
         Raises:
-            ConnectionBroken: not HTTP/2, or a frame over its limit.
+            ConnectionBroken: the bytes are not HTTP/2, or a frame exceeds its limit.
         """
         if self._rest:
             data = self._rest + data
@@ -236,7 +236,7 @@ class FrameReader:
         """Parse whole frames, and DATA even when it is incomplete.
 
         Returns:
-            Where the rest begins, and whether it is the beginning of a single frame.
+            The offset of the rest, and whether the rest is only the beginning of a frame.
         """
         end = len(data)
         while end - start >= HEAD_BYTES:
@@ -251,7 +251,7 @@ class FrameReader:
                 raise ConnectionBroken(ErrorCode.PROTOCOL_ERROR, "headers are not complete")
             if kind == DATA:
                 if flags & PADDED and body == end and size:
-                    break  # the length of the padding comes first
+                    break  # wait for the length of the padding
                 start = self._run_of_data(data, start, stream_id) or self._begin_data(
                     data, body, size, flags, stream_id
                 )

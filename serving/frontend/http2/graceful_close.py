@@ -9,7 +9,7 @@ from torchere.serving.frontend.http2 import frames as f
 from torchere.serving.frontend.http2.frames import ErrorCode
 
 STEP_S = 1.0  # how long a client may take to acknowledge each step of the close
-PING = b"farewell"  # the payload of the ping behind the first GOAWAY
+PING = b"farewell"  # the payload of the ping after the first GOAWAY
 
 
 class CloseCallbacks(NamedTuple):
@@ -46,7 +46,7 @@ class GracefulClose:
         stream, is sent when the client acknowledges a ping, or after `STEP_S`.
         """
         if self._announced:
-            if self.last_taken is not None:  # of an old connection, for example, and now the server stops
+            if self.last_taken is not None:  # it was closing (because of its age), and the server stops
                 self._do.draining()
             return
         self._announced = True

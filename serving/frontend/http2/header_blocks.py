@@ -20,27 +20,27 @@ from torchere.serving.frontend.http2.messages import StatusCode
 from torchere.serving.frontend.known_heads import Known
 
 MAX_HEADER_LIST_BYTES = 16_384  # as counted by RFC 7541, 4.1; gRPC's own servers accept as much
-READ_HEADER_LIST_BYTES = 2 * MAX_HEADER_LIST_BYTES  # a list over the limit fails its call alone, up to here
+READ_HEADER_LIST_BYTES = 2 * MAX_HEADER_LIST_BYTES  # up to this, a list over the limit fails only its call
 MAX_TABLE_SIZE_UPDATES = 2  # at the beginning of a block
-_ENTRY_BYTES = 32  # that each header counts for beside its name and value
+_ENTRY_BYTES = 32  # counted for each header in addition to its name and value
 MAX_MESSAGE_BYTES = 6_000  # of a status, percent-encoded, with its details: clients accept 8 KiB of headers
-# With letters, digits and `-._`, all of printable ASCII but the percent sign.
+# Together with letters, digits and `-._`: all of printable ASCII except the percent sign.
 _UNESCAPED = " !\"#$&'()*+,/:;<=>?@[\\]^`{|}~"
 _CUT_ESCAPE = re.compile(rb"%.?\Z")
-_KNOWN_BYTES = 65_536  # of memory that each of the two tables of a connection takes, about: fifteen heads
+_KNOWN_BYTES = 65_536  # memory of each of a connection's two caches of heads; enough for about fifteen heads
 _KNOWN_HEAD_BYTES = 4096  # longer header lists and blocks are not remembered
-_FIELD_BYTES = 256  # of memory that a field takes in Python, beside twice its part of the list
+_FIELD_BYTES = 256  # memory of a field's Python objects, in addition to twice its bytes in the header list
 _MAX_TIMEOUT_DIGITS = 8
 _UNIT_S = {"H": 3600.0, "M": 60.0, "S": 1.0, "m": 1e-3, "u": 1e-6, "n": 1e-9}
 
-# Of HPACK (RFC 7541, 6): the first byte of a field, and of a string.
+# Flags of HPACK (RFC 7541, 6) in the first byte of a field, and of a string.
 _INDEXED, _INCREMENTAL, _TABLE_SIZE, _HUFFMAN = 0x80, 0x40, 0x20, 0x80
 _UPDATE_MASK, _UPDATE_VALUE = 0xE0, 0x1F
 _STATIC = HeaderTable.STATIC_TABLE
 _STATIC_ENTRIES = len(_STATIC)
 _TIMEOUT = b"grpc-timeout"
 _TIMEOUT_HUFFMAN = HuffmanEncoder(REQUEST_CODES, REQUEST_CODES_LENGTH).encode(_TIMEOUT)
-# The name of a literal field, behind the byte that says that the name is a string.
+# The two encodings of the name in a literal field, after the byte which says that the name is a string.
 _TIMEOUT_NAMES = (
     bytes((len(_TIMEOUT),)) + _TIMEOUT,
     bytes((_HUFFMAN | len(_TIMEOUT_HUFFMAN),)) + _TIMEOUT_HUFFMAN,
@@ -70,10 +70,10 @@ Request = tuple[RequestHead, float | None]  # and the call's time-out in seconds
 class HeaderReader:
     """Decodes the header blocks of one connection, in their order: each may refer to those before it.
 
-    Decoding a block takes some 25 us, and a client's calls are alike. So heads are remembered twice: by the
-    bytes of the block, for as long as the table that it refers to stays as it is; and by the fields that a
-    block refers to without `grpc-timeout`, for clients whose calls differ in their deadline alone. Both count
-    their memory: any client fills them, and they stay for as long as the connection is idle.
+    Decoding a block takes some 25 us, and a client's calls are alike. So heads are cached twice: by the bytes
+    of the block, while the table that it refers to is unchanged; and by the fields of the block except
+    `grpc-timeout`, for clients whose calls differ only in their deadline. Both caches limit their memory,
+    because any client can fill them, and they stay while the connection is idle.
     """
 
     __slots__ = ("_blocks", "_decoder", "_heads")
@@ -81,14 +81,14 @@ class HeaderReader:
     def __init__(self) -> None:
         self._decoder = Decoder(READ_HEADER_LIST_BYTES)
         self._blocks: Known[bytes, Request] = Known(_KNOWN_BYTES)
-        # With the memory that each takes: a block that refers to it may be kept longer.
+        # With the memory of each head, because a block that refers to the head may be kept longer.
         self._heads: Known[tuple[Field, ...], tuple[RequestHead, int]] = Known(_KNOWN_BYTES)
 
     def read(self, block: bytes) -> Request:
         """Decode the request headers of one call, or its trailers.
 
         Raises:
-            ConnectionBroken: not HPACK, or too long. Blocks behind it can't be decoded either.
+            ConnectionBroken: the block is not HPACK, or is too long. Later blocks can't be decoded either.
         """
         return self._blocks.get(block) or self._indexed(block) or self._decoded(block)
 
@@ -96,7 +96,7 @@ class HeaderReader:
         """Read a block of references to a known head's fields, with at most one literal: the time-out.
 
         Returns:
-            None for any other block, even an invalid one; the table is as before then.
+            The request; None for any other block, even an invalid one, which leaves the table unchanged.
         """
         table = self._decoder.header_table
         try:
@@ -130,7 +130,7 @@ class HeaderReader:
             found = [(_text(name), _text(value)) for name, value in fields]
         except OversizedHeaderListError as err:
             raise ConnectionBroken(ErrorCode.ENHANCE_YOUR_CALM, str(err)) from err
-        except (HPACKError, IndexError, ValueError) as err:  # the last for numbers that `str` refuses
+        except (HPACKError, IndexError, ValueError) as err:  # ValueError: a number too long for `str`
             raise ConnectionBroken(ErrorCode.COMPRESSION_ERROR, f"HPACK: {err}") from err
         head, timeout_s = request_head(found)
         size = sum([len(name) + len(value) + _ENTRY_BYTES for name, value in found])
@@ -154,9 +154,9 @@ class HeaderReader:
 
 
 def _check_table_sizes(block: bytes) -> None:
-    """Refuse a block that begins with more table size updates than RFC 7541, 4.2, foresees.
+    """Refuse a block that begins with more table size updates than RFC 7541, 4.2, allows.
 
-    The library takes 2 us for each; behind a field it refuses them itself.
+    The library takes 2 us for each; after a field it refuses updates itself.
     """
     at = updates = 0
     while at < len(block) and block[at] & _UPDATE_MASK == _TABLE_SIZE:
@@ -171,7 +171,7 @@ def _check_table_sizes(block: bytes) -> None:
 
 
 def _own_entries(entries: MutableSequence[Field]) -> None:
-    """Replace the library's views by bytes: a view keeps its whole block, and takes longer to compare."""
+    """Replace the library's views by bytes: a view keeps its whole block alive, and is slower to compare."""
     for place, (name, value) in enumerate(list(entries)):
         if not (isinstance(name, bytes) and isinstance(value, bytes)):
             entries[place] = (bytes(name), bytes(value))
@@ -180,17 +180,17 @@ def _own_entries(entries: MutableSequence[Field]) -> None:
 def _references(block: bytes, dynamic: Sequence[Field]) -> tuple[tuple[Field, ...], bytes | None, int | None]:
     """Look up the fields of a block of indexed fields and at most one literal time-out. Pure.
 
-    It and the functions below raise IndexError, ValueError or HPACKError for any other or invalid block.
+    It and the functions below raise IndexError, ValueError or HPACKError for an invalid or any other block.
 
     Returns:
-        The fields without the time-out; the time-out; and if the block adds that to the table, the greatest
-        index that is used behind it (0: none), else None.
+        The fields without the time-out; the time-out; and, if the block adds the time-out to the table, the
+        greatest index that is used after it (0: none), else None.
     """
     fields: list[Field] = []
     timeout: bytes | None = None
     last_used: int | None = None
     at, end = 0, len(block)
-    first_dynamic = _STATIC_ENTRIES + 1  # greater by one behind a time-out that is added
+    first_dynamic = _STATIC_ENTRIES + 1  # greater by one after a time-out that is added
     while at < end:
         first = block[at]
         if first > _INDEXED:  # 0x80 is index 0, which does not exist
@@ -218,7 +218,7 @@ def _references(block: bytes, dynamic: Sequence[Field]) -> tuple[tuple[Field, ..
 
 
 def _integer(block: bytes, at: int, mask: int) -> tuple[int, int]:
-    """Read an integer of HPACK with at most one byte behind its prefix, and where the next byte is."""
+    """Return an HPACK integer with at most one byte after its prefix, and the offset of the next byte."""
     value = block[at] & mask
     if value < mask:
         return value, at + 1
@@ -229,7 +229,7 @@ def _integer(block: bytes, at: int, mask: int) -> tuple[int, int]:
 
 
 def _timeout_literal(block: bytes, at: int, dynamic: Sequence[Field]) -> tuple[bytes, int]:
-    """Read a literal `grpc-timeout`, and where the next byte is."""
+    """Return the value of a literal `grpc-timeout`, and the offset of the next byte."""
     first = block[at]
     if first & (_INDEXED | _INCREMENTAL | _TABLE_SIZE) in (_INDEXED, _TABLE_SIZE):
         raise ValueError("no literal")
@@ -245,7 +245,7 @@ def _timeout_literal(block: bytes, at: int, dynamic: Sequence[Field]) -> tuple[b
 
 
 def _string(block: bytes, at: int) -> tuple[bytes, int]:
-    """Read a short string of HPACK, and where the next byte is."""
+    """Return a short HPACK string, and the offset of the next byte."""
     length, start = _integer(block, at, 0x7F)
     text = block[start : start + length]
     if len(text) != length:
@@ -254,7 +254,7 @@ def _string(block: bytes, at: int) -> tuple[bytes, int]:
 
 
 def _text(text: bytes | str) -> str:
-    # Bytes that are not UTF-8 are an error of one call, and must not end the others of its connection.
+    # Bytes that are not UTF-8 are an error of one call, and must not end other calls of its connection.
     return text if isinstance(text, str) else text.decode(errors="replace")
 
 
@@ -272,7 +272,7 @@ def request_head(headers: Iterable[tuple[str, str]]) -> Request:
         elif name.endswith("-bin"):
             try:
                 metadata += [(name, part) for part in _binary(value)]
-            except ValueError:  # binascii.Error is one, and there are others for text that is not ASCII
+            except ValueError:  # binascii.Error, or another one for text that is not ASCII
                 flaw = flaw or f"metadata {name[:100]}: not base64"
         else:
             metadata.append((name, value))
@@ -336,8 +336,8 @@ def status_block(code: int, message: str, details: bytes = b"") -> bytes:
 
     Args:
         code: of gRPC.
-        message: is cut where it is longer than `MAX_MESSAGE_BYTES`.
-        details: a `google.rpc.Status` with the same message; left out where both together would be too long.
+        message: is cut if it is longer than `MAX_MESSAGE_BYTES`.
+        details: a `google.rpc.Status` with the same message; left out if both together would be too long.
     """
     encoded = _percent_encoded(message[: MAX_MESSAGE_BYTES + 1])  # a megabyte would take 5 ms and more
     if len(encoded) > MAX_MESSAGE_BYTES:  # cut where a character ends
@@ -354,7 +354,7 @@ def status_block(code: int, message: str, details: bytes = b"") -> bytes:
 
 
 def _percent_encoded(text: str) -> bytes:
-    # Half a surrogate, as in names of files that are no UTF-8, can't be sent.
+    # Half a surrogate pair, as in file names that are not UTF-8, can't be sent.
     return quote(text, safe=_UNESCAPED, errors="replace").encode()
 
 

@@ -1,4 +1,4 @@
-"""Incomplete calls: one of which nothing, or too little, arrives is ended."""
+"""Ends incomplete calls whose clients send nothing, or too little."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from torchere.serving.frontend.http2.messages import MessageFailed, StatusCode
 from torchere.serving.frontend.http2.stream import Stream
 from torchere.serving.io.watchdog import Stalls
 
-INCOMPLETE_TIMEOUT_S = 60.0  # between two checks, while the server does not stop
+INCOMPLETE_TIMEOUT_S = 60.0  # between two checks; shorter at shutdown
 Arrived = tuple[int, int, bool]  # messages and bytes of a call, and whether it waits for its client
 
 
 class IncompleteCalls(Stalls[int, Arrived]):
     """Watchdog of one connection's calls that may receive more. Used on the event loop only.
 
-    `min_upload_rate` are bytes a second that a client must send of a message; 0: any byte will do.
+    `min_upload_rate`: bytes per second that a client must send of an incomplete message; 0: any byte will do.
     """
 
     __slots__ = ("_min_upload_rate", "_streams")
@@ -28,7 +28,7 @@ class IncompleteCalls(Stalls[int, Arrived]):
     def _progress(self) -> dict[int, Arrived]:
         """Return the progress of each call that may receive more, by the id of its stream.
 
-        A call that owes nothing counts, too: it may begin a message later, and nothing starts a check then.
+        Calls that do not wait for their client are included: a message that begins later starts no check.
         """
         return {
             stream.id: (stream.messages, stream.arrived_bytes, stream.waits_for_client)

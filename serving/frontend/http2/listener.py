@@ -19,12 +19,12 @@ AGE_SPREAD = 0.1  # random share by which the maximum age of a connection varies
 
 
 class ListedConnection(IdleConnection, Hashable, Protocol):
-    """A connection, as its listener uses it."""
+    """The part of a connection that its listener uses."""
 
     closing: GracefulClose
 
     def end_calls(self, error: MessageFailed) -> None:
-        """End its open calls with an error, and close it behind them."""
+        """End its open calls with an error, and close it after them."""
 
     def abort(self) -> None:
         """Close it now."""
@@ -40,7 +40,7 @@ class Listener:
         send_limit_bytes: maximum size of a sent message.
         age_s: maximum age of a connection, in seconds, after which it is closed gracefully; None: no limit.
         age_grace_s: maximum duration of its last calls after that, in seconds; None: no limit.
-        min_upload_rate: bytes a second that a client must send of a message; 0: any byte will do.
+        min_upload_rate: bytes per second that a client must send of an incomplete message; 0: any number.
         draining: new connections are closed gracefully at once.
         budgets: memory budgets for the bytes that the server buffers for clients.
         connection_limit: makes room for a new connection, or refuses it; None: no limit.
@@ -67,7 +67,7 @@ class Listener:
         return None if self.age_s is None else self.age_s * varied
 
     def drain(self) -> None:
-        """Close every connection gracefully, those in the middle of a TLS handshake too."""
+        """Close every connection gracefully, including those that are still in a TLS handshake."""
         self.draining = True
         for connection in list(self.connections):
             connection.closing.begin()
@@ -79,7 +79,7 @@ class Listener:
             await asyncio.wait({self._all_closed}, timeout=timeout_s)
 
     def end_calls(self, error: MessageFailed) -> None:
-        """End every open call with an error, and its connection behind it."""
+        """End every open call with an error, and close the connections after that."""
         for connection in list(self.connections):
             connection.end_calls(error)
 

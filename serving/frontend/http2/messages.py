@@ -10,7 +10,7 @@ from torchere.serving.frontend.alignment import room_before
 from torchere.serving.frontend.budgets import GZIP_BITS, INLINE_INFLATED_BYTES, inflated, inflated_if_short
 
 PREFIX_BYTES = 5
-SPLIT_AT_ONCE = 16  # messages; each takes hundreds of bytes more than its own, which may be none
+SPLIT_AT_ONCE = 16  # messages; each takes hundreds of bytes of memory, even if it is empty
 _WINDOW_BITS = {"gzip": GZIP_BITS, "deflate": 15}
 
 Received = bytes | memoryview
@@ -94,7 +94,7 @@ class Compressed:
         except zlib.error as err:
             flaw = f"a message is no {self._encoding}: {err}"
         finally:
-            self._message = b""  # the frames of a traceback reference `self`, and it is not read again
+            self._message = b""  # a traceback's frames reference `self`; the message is not read again
         length = len(message)
         if not flaw and length <= self._limit_bytes:
             return message
@@ -125,9 +125,9 @@ class MessageReader:
         self._limit_bytes = limit_bytes
         self._encoding = encoding
         self._prefix = b""  # received part of the next message's prefix
-        self._message = bytearray()  # received part of the current message, behind `_before` bytes of padding
+        self._message = bytearray()  # received part of the current message, after `_before` bytes of padding
         self._before = 0
-        self._want = -1  # length of both when complete; -1: the prefix is incomplete
+        self._want = -1  # length of padding and message when complete; -1: the prefix is incomplete
         self._compressed = False
         self.unsplit = bytearray()  # received bytes not split yet; call `feed` only while it is empty
 
@@ -139,7 +139,7 @@ class MessageReader:
     def feed(self, piece: Received) -> Sequence[Received | Compressed]:
         """Take bytes of the stream; returns the first messages that are complete. The piece is not kept.
 
-        Bytes behind these messages are `unsplit`; `more` continues with them.
+        Bytes after these messages are `unsplit`; `more` continues with them.
 
         Raises:
             MessageFailed: a message is longer than the limit.

@@ -27,10 +27,10 @@ from torchere.serving.frontend.http2.messages import (
 )
 
 T = TypeVar("T")
-MAX_ENCODING = 100  # characters of the name of a compression that a call without a key keeps
+MAX_ENCODING = 100  # characters of the encoding's name that a call without a key keeps
 JOINED_BYTES = 65_536  # below this, copying a message is cheaper than writing it in parts
 Encoded = bytes | Sequence[bytes | memoryview]  # whole, or the parts of a long one
-# The frames around an answer of one message, up to the stream's number.
+# The frames of headers and trailers around an answer of one message, up to their stream ids.
 _HEAD_START = head(len(HEAD_BLOCK), HEADERS, END_HEADERS, 0)[:-4]
 _OK_START = head(len(OK_BLOCK), HEADERS, END_STREAM | END_HEADERS, 0)[:-4]
 
@@ -63,7 +63,7 @@ class CallListener:
     def on_drain(self, *, is_stop: bool) -> None:
         """End the call if it would never end by itself: the connection closes after its last call.
 
-        `is_stop`: because the server stops. It may come for that once more, after it came for another cause.
+        `is_stop`: the server stops. This event may follow an earlier one that had another cause.
         """
 
 
@@ -135,7 +135,7 @@ class Stream(StreamFlow):
     def receive(self, pieces: Sequence[Piece], *, is_last: bool) -> None:
         """Process received bytes of the client's messages; `is_last`: no more follow."""
         try:
-            # A call with one message keeps it once it is complete; the last ones of a stream may wait.
+            # The end of a call's only message is not held, because the call `keep`s the message next.
             if not (self.ended or (is_last and self.listener.takes_one)):
                 self._hold(sum(map(len, pieces)))
             for piece in pieces:
@@ -171,7 +171,7 @@ class Stream(StreamFlow):
             self.listener.on_message(message)
 
     def _read_on(self, reader: MessageReader) -> None:
-        """Split messages only while they are consumed: split ones may take a hundred times their bytes."""
+        """Split messages only while they are consumed: split ones may take a hundred times their size."""
         while reader.unsplit and not (self.paused or self.ended):
             self._hand_over(reader.more())
 
@@ -190,7 +190,7 @@ class Stream(StreamFlow):
             self._inbound.budget.give(size, self.key_free)
 
     def keep(self, size: int) -> None:
-        """Take a consumed message from the memory budget until it is answered: `let_go`, or the call's end.
+        """Count a consumed message in the memory budget, until `let_go` or the end of the call.
 
         Has no effect once the call has ended: its tasks may go on for a moment, and nothing would return it.
 
@@ -202,7 +202,7 @@ class Stream(StreamFlow):
             self.kept_bytes += size
 
     def let_go(self, size: int) -> None:
-        """Return a message that is answered to the memory budget; has no effect once the call has ended."""
+        """Return the bytes of an answered message to the memory budget; no effect once the call has ended."""
         size = min(size, self.kept_bytes)
         self.kept_bytes -= size
         self._inbound.budget.give(size, self.key_free)
@@ -234,7 +234,7 @@ class Stream(StreamFlow):
     def restrict(self, limit_bytes: int) -> None:
         """Accept short messages only, and take them from the budget of calls that need no key.
 
-        No budget counts heads: those of a thousand calls that stay open could have 70 MB of fields.
+        Drop most of the head, which no budget counts: a thousand open calls could have 70 MB of fields.
         """
         self._inbound.key_free_streams += not self.key_free
         self.key_free = True
@@ -313,9 +313,9 @@ class Stream(StreamFlow):
         self._outbound.pump(self)
 
     def refuse(self, code: int, message: str, details: bytes = b"", *, http_status: int = 200) -> None:
-        """Answer a call that is not let in; `http_status`: of a request that is not a gRPC call.
+        """Refuse a call; `http_status` is not 200 for a request that is not a gRPC call.
 
-        It needs no key: a refusal that waits for its client must not keep the connection from being idle.
+        It counts as a call without a key, so that an unread refusal does not make the connection busy.
         """
         if not self.ended:
             self.restrict(0)
@@ -333,7 +333,7 @@ class Stream(StreamFlow):
         `is_next`: no other answer of the stream has to be sent before it.
 
         Raises:
-            MessageFailed: clients have left too much of their answers.
+            MessageFailed: too many bytes of answers are unsent.
         """
         self._outbound.check_room(size, ahead=not is_next)
         self._outbound.hold(size)
@@ -378,7 +378,7 @@ class Stream(StreamFlow):
         self.listener = ENDED
 
     def _complete(self) -> None:
-        """End the answer, and drop received bytes: its client may not read the rest of it for hours."""
+        """End the answer, and drop received bytes: the client may read the rest of the answer hours later."""
         self.ended = True
         self._reader = None
 
