@@ -36,7 +36,7 @@ _LENGTH = "Inference-Header-Content-Length"
 _AT = re.compile(r" - at `\$\.?([^`]*)`$")  # the end of msgspec's error texts: path of the invalid member
 BEGINNING_BYTES = 4096
 _LONG_BYTES = 65_536  # a shorter text has too few lists for the garbage collector to matter
-# Of all objects of a request with many items. A request of MAX_TENSORS inputs and outputs has a tenth of it.
+# Members of all objects in a request with many items; MAX_TENSORS inputs and outputs have a tenth of these.
 MAX_MEMBERS = 65_536
 _OWN = frozenset({"binary_data_output"})  # parameters that are not passed on to the model
 T = TypeVar("T")
@@ -69,7 +69,7 @@ AnyBody: TypeAlias = _Body[Any, Any]
 
 
 _decoder = msgspec.json.Decoder(AnyBody)
-# Makes no object for each item of data, nor for lists in parameters.
+# Creates no objects for the items of data, and refuses lists in parameters.
 _long_decoder = msgspec.json.Decoder(_Body[ParameterValue | None, msgspec.Raw])
 
 
@@ -115,9 +115,9 @@ def parse_request(body: bytes | memoryview, json_bytes: int | None) -> TensorReq
 def tensor_alone(body: bytes | memoryview, signature: Signature | None) -> TensorRequest:
     """Return the request whose body is its only tensor, as `Inference-Header-Content-Length: 0` says.
 
-    The signature has name and datatype. Of the shape one dimension may be free, beside a batch, which is 1
-    then: it has the size that the bytes fill. BYTES are one element, without a length before it. All outputs
-    are binary.
+    Name and datatype come from the signature. One dimension of the shape may be free, besides that of the
+    batch, which is 1 then; the number of bytes gives its size. BYTES are one element, without a length before
+    it. All outputs are binary.
 
     Raises:
         InvalidRequest: the model has no signature, several inputs or several free dimensions, or the number
@@ -159,7 +159,7 @@ def looks_like_request(body: bytes | memoryview) -> bool:
 
 
 def begins_like_request(body: bytes | memoryview) -> bool:
-    """As `looks_like_request`, but from the first `BEGINNING_BYTES`: a long body takes long to parse."""
+    """As `looks_like_request`, but by the first `BEGINNING_BYTES`, because parsing a long body takes long."""
     text = bytes(body[:BEGINNING_BYTES])
     _, found, inputs = text.partition(b'"inputs"')
     has_tensor = b'"name"' in inputs and (b'"datatype"' in inputs or b'"shape"' in inputs)
@@ -198,7 +198,7 @@ def decoded(
 ) -> T:
     """Decode a JSON text, with the garbage collector paused for a long one. Thread-safe.
 
-    `long_decoder` decodes a text with many items, of which it makes no objects.
+    `long_decoder` decodes a text with many items, without creating objects for them.
 
     Raises:
         NO_JSON: the text is not JSON, or does not match the decoder's type.
@@ -237,7 +237,7 @@ def _input(
     except TensorError as err:
         raise InvalidRequest(str(err)) from err
     field = f"{where}.parameters.binary_data_size"
-    if not _is_empty(item.data):  # KServe's client sends [] beside a tensor of no bytes
+    if not _is_empty(item.data):  # KServe's client sends [] with a tensor of no bytes
         raise InvalidRequest(f"{where}: found data and binary_data_size, expected one of them")
     if type(size) is not int or not 0 <= size <= len(body) - start:
         raise InvalidRequest(

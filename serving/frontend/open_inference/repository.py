@@ -58,7 +58,7 @@ class Repository:
         """Register a model of the store and wait until it can answer. A ready model is left unchanged.
 
         A model that is registered but not ready (it failed, has no executors, or is loading) is scaled up.
-        Of several versions this is about the one from `url`, or without it about the default one.
+        If there are several versions, this applies to the one from `url`, or without it to the default one.
 
         Args:
             model: name of the model.
@@ -71,12 +71,12 @@ class Repository:
             Conflict: it was unregistered meanwhile, or another archive has its name and version.
         """
         file = next((name for name in parameters if name.startswith("file:")), None)
-        if file is not None:  # a success would be taken for a load of these bytes
+        if file is not None:  # the client would take a success for a load of these bytes
             raise InvalidRequest(
                 f"parameters.{shown(file)[1:-1]}: found the bytes of a file, "
                 "expected none: models come from archives (parameters.url)"
             )
-        if parameters.get("config", "") not in _EMPTY_CONFIGS:  # a success would be taken for its effect
+        if parameters.get("config", "") not in _EMPTY_CONFIGS:  # a success would suggest that it applies
             raise InvalidRequest(
                 "parameters.config: found a model configuration, expected none: say it in the archive's "
                 "model-config.yaml, or with batch_size, max_batch_delay and initial_workers of POST /models"
@@ -97,7 +97,7 @@ class Repository:
                 await self._controlplane.register(wish)
             except Conflict:
                 found = self._meant(model, url)
-                if found is None:  # the name and version are of another archive, or it was unregistered
+                if found is None:  # another archive has the name and version, or it was unregistered
                     raise
             else:
                 return
@@ -113,7 +113,7 @@ class Repository:
     def _meant(self, model: str, url: str | None) -> VersionDescription | None:
         """Return the registered version that a load names: the one from `url`, or the default version.
 
-        A version that a start restored has lost the URL of its download, and has the name of the file.
+        A version that was restored at start-up has the name of its file instead of the URL of its download.
         """
         try:
             versions = self._controlplane.describe(model, None if url is None else "all")
@@ -138,8 +138,8 @@ class Repository:
         default = self._controlplane.describe(model, None)[0].key.version
         versions = [described.key.version for described in self._controlplane.describe(model, "all")]
         others = [version for version in versions if version != default]
-        # The default version can only be unregistered last. All are removed before the first await, during
-        # which clients could register or remove a version: the model would keep serving with some of them.
+        # The default version can only be unregistered last. All are removed before the first await, because
+        # clients could register or remove versions during it, and the model would serve with some of them.
         await asyncio.gather(
             *(self._controlplane.unregister(model, version) for version in (*others, default))
         )

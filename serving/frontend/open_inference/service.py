@@ -30,7 +30,7 @@ STREAMS = (
 
 
 KNOWN_HEADS = 256
-KNOWN_HEAD_BYTES = 2048  # of a head whose translation is kept
+KNOWN_HEAD_BYTES = 2048  # limit on a head whose translation is kept
 
 
 class Translation(NamedTuple):
@@ -39,7 +39,7 @@ class Translation(NamedTuple):
     model: str
     version: str | None
     request: InferRequest
-    signature: Signature | None  # that it was checked against
+    signature: Signature | None  # the signature that the request was checked against
     sizes: list[int]
 
 
@@ -53,8 +53,8 @@ class TensorService:
 
     Args:
         dataplane: knows the versions.
-        envelope: the server's `service_envelope`. With an envelope, handlers get JSON for it to unwrap, as in
-            TorchServe, instead of tensors; the worker translates them, and the answer.
+        envelope: the server's `service_envelope`. With an envelope, handlers get JSON, which it unwraps as in
+            TorchServe, instead of tensors; the worker translates the tensors and the answer.
     """
 
     def __init__(self, dataplane: DataPlane, envelope: str | None) -> None:
@@ -69,7 +69,7 @@ class TensorService:
     def prepared(self, facts: ModelFacts, request: TensorRequest, bytes_as: BytesAs = "text") -> InferRequest:
         """Check a request, and translate it for the version that `facts` describe; see `filled`.
 
-        `bytes_as` says how elements of BYTES stand in JSON for a handler behind an envelope.
+        `bytes_as` says how elements of BYTES are written in JSON for a handler behind an envelope.
 
         Raises:
             ServingError: the request is invalid, or does not fit the version.
@@ -92,10 +92,10 @@ class TensorService:
         return found if signature is found.signature else None
 
     def keep(self, key: Hashable, version: str | None, facts: ModelFacts, prepared: InferRequest) -> None:
-        """Keep the translation of a head, unless it depends on more than that and the sizes.
+        """Keep the translation of a head, unless it depends on more than the head and the sizes.
 
-        `key` names the head, which has at most `KNOWN_HEAD_BYTES`, the model and the version as the client
-        asks for it. `prepared` has raw tensors only.
+        `key` identifies the head, which has at most `KNOWN_HEAD_BYTES`, the model, and the version as the
+        client named it. `prepared` has raw tensors only.
         """
         # A time-out among the parameters counts from each request.
         if self.enveloped(facts) or prepared.deadline_s != NO_DEADLINE:

@@ -15,7 +15,7 @@ from torchere.handlers.tensors.enveloped import NoTensors
 from torchere.serving.errors import HandlerFailed, ServingError, Unavailable, VersionFailed
 from torchere.serving.types import InferResponse
 
-# TorchServe answers 503 for these, which clients of this protocol take for "try again". They are bugs: 500.
+# TorchServe answers these bugs with 503, which clients of this protocol take for "try again"; here it is 500.
 _BUGS = frozenset(
     {
         "Prediction failed",
@@ -34,7 +34,7 @@ def as_client_knows(error: ServingError) -> ServingError:
 
 
 def in_plain_words(error: ServingError) -> ServingError:
-    """Return the error without TorchServe's text for a version that has failed: to add workers to it."""
+    """Replace TorchServe's text for a failed version, which tells clients to add workers; keep others."""
     return Unavailable(error.plain, error.detail) if isinstance(error, VersionFailed) else error
 
 
@@ -124,7 +124,7 @@ def read_framed(body: bytes | memoryview) -> TensorAnswer:
 
 
 def frame_head(body: bytes | memoryview) -> tuple[bytes, int]:
-    """Return the JSON at the beginning of a framed body, and where the tensors behind it begin.
+    """Return the JSON at the beginning of a framed body, and the offset of the tensors after it.
 
     Raises:
         HandlerFailed: as `read_framed`.

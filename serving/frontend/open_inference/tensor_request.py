@@ -72,10 +72,10 @@ def input_tensor(
 def infer_request(request: TensorRequest, json_bytes_as: BytesAs | None = None) -> InferRequest:
     """Translate a request to an `InferRequest`, without the id and the headers of a call.
 
-    The protocol's parameter `timeout`, in microseconds from now, makes its deadline. The id that the client
-    chose is only returned in the response; a handler that reads JSON gets it, too.
+    The protocol's parameter `timeout`, in microseconds from now, becomes its deadline. The client's id is for
+    the response; of the handlers, only those that read JSON get it.
 
-    `json_bytes_as` says how elements of BYTES stand in the JSON that the handler reads; None: it reads
+    `json_bytes_as` says how elements of BYTES are written in the JSON that the handler reads; None: it reads
     tensors.
 
     Raises:
@@ -89,7 +89,7 @@ def infer_request(request: TensorRequest, json_bytes_as: BytesAs | None = None) 
         )
     sequence = sequence_headers(request.parameters)
     wish = Wish(
-        # A caller that reads frames knows the id itself.
+        # The caller of a framed request adds the id to the response itself.
         id="" if request.framed and json_bytes_as is None else request.id,
         parameters=dict(request.parameters),
         outputs=request.outputs,
