@@ -1,1 +1,1 @@
-"""The REST frontend: predictions are answered on their connections, all else by an ASGI app."""
+"""The REST frontend: predictions are answered on their connections, other requests by an ASGI app."""

@@ -34,7 +34,7 @@ def status_answer(sentence: str, status: int = 200) -> Response:
 
 
 def raw_answer(status: int, headers: RawHeaders, body: bytes) -> Response:
-    """Return a response of the parts that the connection sends for a prediction."""
+    """Return a response whose headers have the form of `wire.py`."""
     return Response(body, status, dict(text_headers(headers)))
 
 

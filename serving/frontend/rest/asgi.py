@@ -26,9 +26,7 @@ from torchere.serving.logs.audit import AuditedCall, Outcome, audit_log
 
 HELD_BYTES = 65_536  # buffered body bytes that the app has not received; beyond it reading pauses
 _REFUSALS = frozenset({403, 405})  # the model API is off, or the default version would be removed
-_OURS = frozenset(
-    {b"connection", b"content-length", b"transfer-encoding"}
-)  # headers that the app doesn't set
+_OURS = frozenset({b"connection", b"content-length", b"transfer-encoding"})  # headers not set by the app
 _LINE_BREAK = re.compile(rb"[\r\n\x00]")  # in a header these allow header injection
 
 logger = logging.getLogger(__name__)
@@ -52,7 +50,7 @@ class AppExchange(Exchange):
         self._is_told = False  # the app has received the end of the body
         self._came = asyncio.Event()  # set on more body bytes, the end of the body or of the connection
         self._expects = head.expects
-        self._gone_status = 0  # CLIENT_GONE, or the status of an answer of the connection itself; 0: neither
+        self._gone_status = 0  # CLIENT_GONE, or the status of the connection's own response; 0: neither
         self._head_of_app: tuple[int, RawHeaders] | None = None  # status and headers of its response
         self._body_of_app = b""
         self._call: CallScope | None = None
@@ -111,7 +109,7 @@ class AppExchange(Exchange):
             await self.connection.listener.routes(self._scope(), self.receive, self.send)
             if not self.complete:
                 raise RuntimeError("the app returned before its answer was complete")
-        except asyncio.CancelledError:  # the server stops, and its change may be in effect
+        except asyncio.CancelledError:  # at shutdown; the change of the request may be in effect
             if not self.complete:
                 self._fail(CutOff("The server is stopping."))
             raise
@@ -167,7 +165,7 @@ class AppExchange(Exchange):
         return {"type": "http.disconnect"}
 
     async def send(self, message: Message) -> None:
-        """Take a part of the response, which is sent as a whole behind the last part; the app calls this."""
+        """Collect a part of the response, which is sent whole after the last part; the app calls this."""
         kind = message["type"]
         if kind == "http.response.start" and self._head_of_app is None:
             self._head_of_app = message["status"], _checked(message["headers"])

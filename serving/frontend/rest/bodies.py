@@ -13,8 +13,8 @@ from torchere.serving.frontend.rest.errors import BadMessage, BodyTooLong
 
 MAX_LINE_BYTES = 16_384  # of a chunk-size or trailer line; else a client could send an endless one
 MAX_TRAILER_BYTES = 8192  # the same limit as for the headers of a head
-# RFC 9112, 7.1: the size in hexadecimal digits, then extensions, which are ignored. Blanks may stand before
-# and behind `;` and `=`, but at no other place.
+# RFC 9112, 7.1: the size in hexadecimal digits, then extensions, which are ignored. Blanks are allowed only
+# around `;` and `=`.
 _TOKEN = rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+"
 _QUOTED = rb'"(?:[^"\\\x00-\x08\x0a-\x1f\x7f]|\\[\t\x20-\x7e\x80-\xff])*"'
 _EXTENSION = rb"[ \t]*;[ \t]*%b(?:[ \t]*=[ \t]*(?:%b|%b))?" % (_TOKEN, _TOKEN, _QUOTED)
@@ -22,7 +22,7 @@ _SIZE_LINE = re.compile(rb"([0-9a-fA-F]+)(?:%b)*\r\n" % _EXTENSION)
 _TRAILER = re.compile(rb"(%b):[^\x00-\x08\x0a-\x1f\x7f]*\r\n" % _TOKEN)
 _MAX_SIZE = 2**63
 _BLANK = re.compile(rb"[\r\n]*")
-# Of the JSON of a call that is no prediction. The event loop decodes it: 6 MB of empty lists take 0.6 s.
+# Of the JSON of calls other than predictions. The event loop decodes it: 6 MB of empty lists take 0.6 s.
 MAX_PARAMETERS_BYTES = 65_536
 _OF_THE_CONNECTION = frozenset({b"connection", b"proxy-connection"})  # allowed in the head only
 
@@ -142,7 +142,7 @@ class Chunks:
 
 
 def end_of_blank(data: bytes, start: int) -> int:
-    """Return the offset behind the empty lines that may follow a body, before a request (RFC 9112, 2.2)."""
+    """Return the offset after the empty lines that may follow a body, before a request (RFC 9112, 2.2)."""
     blank = _BLANK.match(data, start)
     return blank.end() if blank is not None else start
 
@@ -171,7 +171,7 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
 
 
 async def read_parameters(request: Request, max_bytes: int) -> bytes:
-    """Read the body of a call that is no prediction, which holds a few parameters.
+    """Read the body of a call that is not a prediction, which holds a few parameters.
 
     Raises:
         BodyTooLong: as for `read_body`, or it has more than `MAX_PARAMETERS_BYTES`.

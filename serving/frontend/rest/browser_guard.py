@@ -3,7 +3,7 @@
 A page of another site may post a form to any address that its visitor's browser reaches (cross-site request
 forgery); the browser sends the page's site as `Origin`. A page whose name is made to resolve to the server's
 address (DNS rebinding) may use every method and read the responses; the browser sends the name as `Host`.
-A browser also sends its user's certificate for every page, where TLS asks for one.
+If TLS asks for a certificate, a browser also sends its user's for the requests of every page.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ ANY = "*"
 class BrowserGuard:
     """The hosts and origins that one listener accepts where it asks for no token.
 
-    Requests to management and to the metrics are always checked, others only if `allowed_hosts` is set: a
-    proxy in front of the inference port may keep the public name in `Host`, and a prediction changes nothing.
+    Requests to management and to the metrics are always checked, others only if `allowed_hosts` is set,
+    because a proxy of the inference port may keep the public name in `Host`, and predictions change nothing.
     """
 
     def __init__(self, surfaces: Surfaces, settings: ServerSettings) -> None:
@@ -31,14 +31,14 @@ class BrowserGuard:
         elif "metrics" in surfaces and settings.metrics_address is not None:
             address = settings.metrics_address
         self._bound = address.host.lower()
-        self._is_unix = address.unix_path is not None  # browsers reach no Unix socket
+        self._is_unix = address.unix_path is not None  # browsers can't reach Unix sockets
         self._names = frozenset(settings.allowed_hosts)
-        # On other addresses, names of services in a cluster have to work without a setting.
+        # On an address that is not local, the names of a cluster's services have to work without a setting.
         self._needs_known_host = (address.is_local and not self._is_unix) or bool(self._names)
         origins = {origin.strip().lower() for origin in settings.cors_allowed_origin.split(",")}
         # "*" lets every site read predictions, which does not mean that every site may change models.
         self._origins = frozenset(origins - {ANY, "", "null"})
-        # A server without authorisation checks no API key, either.
+        # Includes the API key, because a server without authorisation does not check it, either.
         self._always: frozenset[Need] = frozenset({"management", "metrics", API_KEY})
 
     def refusal(
@@ -47,12 +47,12 @@ class BrowserGuard:
         """Return the error of a request that a browser may have sent for a foreign site; else None.
 
         Args:
-            needs: what the table of authorisation says of its route.
+            needs: the need of its route in the table of authorisation.
             host: the valid value of `Host`; empty without that header.
             origin: the value of `Origin`. Browsers send it with every request that changes something; None
                 means another client, or a rebound page that reads.
-            checks_host: False for a client that only its certificate names: a browser that TLS has shown
-                another name sends nothing.
+            checks_host: False for a client that is known only by its certificate: a browser sends nothing if
+                the server's certificate has another name.
         """
         if needs not in self._always and not self._names:
             return None

@@ -164,8 +164,8 @@ def body_parameters(
 
     A form becomes one parameter for each field. Any other body, even an empty one, becomes one parameter
     called `body` with the content type of the request. With `speaks_json` the path takes JSON, so a JSON
-    object is not parsed as a form even if the content type says so, as with `curl -d`. A real form would have
-    its first byte, `{`, escaped.
+    object is not parsed as a form even if the content type says so, as with `curl -d`. In a real form the
+    first byte, `{`, would be escaped.
 
     Raises:
         InvalidRequest: the form is malformed or has too many fields.
@@ -218,7 +218,7 @@ def _unquoted(text: bytes) -> bytes:
     return unquote_to_bytes(text) if len(text) <= SHORT_TEXT_BYTES else _unquoted_long(text)
 
 
-_HEX = np.full(256, 16, np.uint8)  # the value of each hexadecimal digit; 16: another byte
+_HEX = np.full(256, 16, np.uint8)  # the value of each hexadecimal digit; 16: not a digit
 for _digits in (b"0123456789abcdef", b"0123456789ABCDEF"):
     _HEX[list(_digits)] = range(16)
 

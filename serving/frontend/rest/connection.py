@@ -1,6 +1,6 @@
 """One HTTP/1.1 connection: parses requests one by one, passes their bodies on, and enforces timeouts.
 
-A client may pipeline requests. Bytes behind a request stay unparsed until it is answered: up to `AHEAD_BYTES`
+A client may pipeline requests. Bytes after a request stay unparsed until it is answered: up to `AHEAD_BYTES`
 in a buffer, the rest in the socket. If they were parsed at once, each request would hold kilobytes, and the
 response to a malformed one would be written in the middle of the response before it.
 """
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from torchere.serving.frontend.rest.exchange import Exchange
     from torchere.serving.frontend.rest.listener import Listener
 
-DRAIN_LINGER_S = 0.25  # idle connections stay open so long after a shutdown: many data-centre round trips
+DRAIN_LINGER_S = 0.25  # how long idle connections stay open at shutdown: many data-centre round trips
 UNREAD_LINGER_S = 2.0  # how long a refused body is still read, so that the client receives the refusal
-DROPPED_BYTES = 1 << 62  # of a body that is not read: it has no known end, or the connection ends before
+DROPPED_BYTES = 1 << 62  # length of a dropped body whose end is unknown, or comes after the connection's end
 HEAD_TIMEOUT_S = 60.0  # a connection whose head is incomplete after so long is closed
 BODY_TIMEOUT_S = 60.0  # a connection whose incomplete body stops, or is too slow, for so long is closed
 AHEAD_BYTES = 65_536  # of pipelined bytes; beyond it reading pauses, so a disconnect is not noticed either
@@ -76,8 +76,8 @@ class Connection(asyncio.BufferedProtocol):
         self._timer: asyncio.TimerHandle | None = None  # timeout of a head, or of reading a refused body
         self._idle: Silence | None = None  # idle timeout since the last answer
         self._upload: Upload | None = None  # read timeout of a body that did not arrive with its head
-        self._unread: UnreadAnswers | None = None  # once the write buffer was full
-        self._account: Account | None = None  # of the client, if its address alone names it
+        self._unread: UnreadAnswers | None = None  # over TLS, or once the write buffer was full
+        self._account: Account | None = None  # of the client, if only its address names it
         self._known: Head | None = None  # the last prediction's head; its bytes and its request's size follow
         self._known_text, self._known_size = b"", 0
 
@@ -102,7 +102,7 @@ class Connection(asyncio.BufferedProtocol):
             self.shutdown()
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        """Return the buffer for the next bytes; bytes behind a large body stay in the socket."""
+        """Return the buffer for the next bytes; bytes after a large body stay in the socket."""
         return self.listener.view if self._room is None else self._room
 
     def buffer_updated(self, nbytes: int) -> None:
@@ -247,7 +247,7 @@ class Connection(asyncio.BufferedProtocol):
             self._came_on(exchange, size)
 
     def _take(self, exchange: Exchange, size: int) -> bool:
-        """Take body bytes from the budget; return False to drop them: the request is answered or refused."""
+        """Take body bytes from the budget; False drops them, as the request is answered or refused."""
         if exchange.complete:
             return False
         try:
@@ -275,7 +275,7 @@ class Connection(asyncio.BufferedProtocol):
         self._room = None
         if self._upload is not None:
             self._upload.over()
-        self.release()  # from a pause for the body's sake, which nothing would end later
+        self.release()  # ends a pause that was for the body, because nothing else would end it
         if not exchange.complete:
             exchange.whole()
         else:
@@ -354,7 +354,7 @@ class Connection(asyncio.BufferedProtocol):
             await self._unread.wait()
 
     def pause_writing(self) -> None:
-        """Record that the write buffer is full; close the connection if all of them hold too much."""
+        """Record that the write buffer is full; close the connection if all connections hold too much."""
         self.write_paused = True
         self._is_free = False
         if self._unread is None:
@@ -420,7 +420,7 @@ class Connection(asyncio.BufferedProtocol):
     def shutdown(self) -> None:
         """Answer the requests that have arrived, then close, because the listener is closed.
 
-        An idle one stays open for `DRAIN_LINGER_S`: a client could not know if a request on its way was run.
+        If idle, stay open for `DRAIN_LINGER_S`, because a client can't know if a request in transit was run.
         """
         self.announce_end()
         self._loop.call_later(DRAIN_LINGER_S, self._close_if_idle)

@@ -65,7 +65,7 @@ class UnknownCoding(e.InvalidRequest):
 
 
 class BodyTooLong(e.InvalidRequest):
-    """The body is, or says that it will be, longer than a limit."""
+    """The body, or its announced length, is longer than a limit."""
 
     code = "body_too_long"
 
@@ -120,7 +120,7 @@ TABLE: dict[type[e.ServingError], tuple[int, str]] = {
 def status_and_type(error: e.ServingError) -> tuple[int, str]:
     """Return the HTTP status of an error and its `type` string."""
     if isinstance(error, e.HandlerFailed):
-        status = 507 if error.status == 413 else error.status  # 413: a body that the server itself refused
+        status = 507 if error.status == 413 else error.status  # 413 is for bodies that the server refuses
         return status if 400 <= status <= 599 else 500, INTERNAL
     if isinstance(error, (e.LoadFailed, e.ExecutorDied)) and error.out_of_memory:
         return 507, INTERNAL

@@ -86,7 +86,7 @@ class Exchange(ABC):
     request_id: str
     started_s: float
     caller: str  # names the client: its identity, or its address
-    account: Account | None  # of the client; None: clients are not told apart
+    account: Account | None  # of the client; None: no limits apply to it
 
     def __init__(self, connection: ClientConnection, head: Head) -> None:
         self.connection = connection
@@ -105,7 +105,7 @@ class Exchange(ABC):
 
     @property
     def is_preflight(self) -> bool:
-        """Whether a browser asks for the answer's headers of CORS only, so that nothing is called."""
+        """Whether a browser only asks for the CORS headers of a response, so that nothing is called."""
         return self.connection.listener.answers_preflights and self.head.is_preflight
 
     @property
@@ -134,7 +134,7 @@ class Exchange(ABC):
     def authorized(self) -> bool:
         """Return whether the client has the required role, or needs none, and is within its limits.
 
-        If not, refuse the request. A browser's preflight is answered here, too: it has no key, and never can.
+        If not, refuse the request. A browser's preflight is answered here, too, because it can't have a key.
         """
         listener, head = self.connection.listener, self.head
         if head.refusal is not None:
@@ -161,7 +161,7 @@ class Exchange(ABC):
         return True
 
     def _changes_from_outside(self) -> bool:
-        """Tell whether another machine wants a change of models (a proxy beside the server is one, too)."""
+        """Tell whether another machine, or a proxy on this one, asks to change models."""
         row = self.head.place.row
         if row.needs != "management" or not row.action(self.head.method):
             return False
@@ -174,7 +174,7 @@ class Exchange(ABC):
         self.answer_error(error)
 
     def operation(self) -> Operation:
-        """Return the request in OpenTelemetry's words for HTTP, for spans."""
+        """Return the request by OpenTelemetry's conventions for HTTP, for spans."""
         head, connection = self.head, self.connection
         method = head.method if head.method in _METHODS else "_OTHER"
         place = head.place

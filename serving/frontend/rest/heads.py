@@ -36,11 +36,11 @@ CHUNKED = -1  # value of `Head.length` for a chunked body
 _HOST = re.compile(
     rb"(?:\[[0-9A-Za-z:.%_~!$&'()*+,;=-]+\]|(?:[0-9A-Za-z._~!$&'()*+,;=-]|%[0-9A-Fa-f]{2})*)(?::[0-9]*)?"
 )
-# The parser accepts HTTP/0.9 and HTTP/2.0, too, which have neither our heads nor our ends of a body.
+# The parser accepts HTTP/0.9 and HTTP/2.0, too, whose heads and ends of bodies are different.
 _VERSIONS = frozenset({"1.0", "1.1"})
 
 # The parameter `url` of a query. An unencoded `?` in it starts a query of its own, whose parameters can't be
-# told from those behind the URL.
+# distinguished from those after the URL.
 _URL = re.compile(rb"([?&;]url=)([^&;?]*(?:\?.*)?)")
 
 _RARE = frozenset({b"transfer-encoding", b"expect", b"upgrade"})
@@ -52,8 +52,8 @@ MAX_KNOWN_BYTES = 2048  # of a cached head
 class HeadReader:
     """Incremental parser of one head. Not thread-safe.
 
-    A head ends with the first empty line, for the parser (which accepts CRLF only) and for us. So the parser
-    gets only the head: `bodies.py` finds the end of the body.
+    For the parser (which accepts CRLF only) and for this class a head ends with the first empty line. So the
+    parser gets only the head, and `bodies.py` finds the end of the body.
     """
 
     __slots__ = (
@@ -72,7 +72,7 @@ class HeadReader:
         self._parser: httptools.HttpRequestParser | None = httptools.HttpRequestParser(self)
 
     def feed(self, data: bytes, start: int) -> int:
-        """Parse up to the end of the head; return the offset behind it, or -1 while it is incomplete.
+        """Parse up to the end of the head; return the offset after it, or -1 while it is incomplete.
 
         Raises:
             BadMessage: the head is malformed or too long.
@@ -150,7 +150,7 @@ class Place(NamedTuple):
     path: str  # decoded, without slashes at its end
     query: bytes
     row: Row
-    role: Role | None  # that its client must have; None: it is for every client
+    role: Role | None  # that its client must have; None: any client may send it
     target: Target | None  # None: not a prediction; the app answers it
 
 
@@ -178,7 +178,7 @@ class Head:
         self.is_old = reader.version == "1.0"
         self.host = _host(reader)
         self.refusal: Forbidden | None = None  # set if a browser may have sent it for a foreign site
-        self.page_refusal: Forbidden | None = None  # the same, for a client that only its certificate names
+        self.page_refusal: Forbidden | None = None  # the same, for a client known only by its certificate
         self.keep_alive = reader.keep_alive and reader.method != b"CONNECT"  # tunnel bytes are not requests
         # The first header of a name counts, as in TorchServe.
         lines = {name.lower(): value for name, value in reversed(reader.headers)}
@@ -207,9 +207,7 @@ class Head:
         self.group = "" if self.target is None else self.target.group
         self.texts: Pairs = ()  # headers for the handler: the client's as text, and those of the target
         self.trace = trace_of_headers(self.headers) if b"traceparent" in lines else None
-        self.wire: Wire | None = (
-            None  # headers of the Open Inference Protocol; None: malformed, or another path
-        )
+        self.wire: Wire | None = None  # headers of the v2 protocol; None: malformed, or not a path of it
         self.is_tensors = False  # the path is one of that protocol
 
     def _read_rare(self, lines: dict[bytes, bytes]) -> None:
@@ -224,7 +222,7 @@ class Head:
             names = [name.strip(b" \t").lower() for name in b",".join(codings).split(b",")]
             if names[-1] != b"chunked":
                 raise BadMessage("its body has no end that can be told")  # RFC 9112, 6.3
-            if len(names) > 1:  # RFC 9112, 6.1: they would have to be decoded before a handler has the body
+            if len(names) > 1:  # RFC 9112, 6.1: the others would have to be decoded for the handler
                 raise BadMessage(names[0].decode("latin-1"), UNKNOWN_TRANSFER_CODING)
             self.length = CHUNKED
 
@@ -285,7 +283,7 @@ class Heads:
         elif not bearer_key(head.authorization):
             head.page_refusal = self._guard.refusal(needs, head.host, head.origin, checks_host=False)
         if self._takes_tokens and head.role is not None:
-            # A handler could call the server with it.
+            # Otherwise a handler could call the server with the client's key.
             head.headers = _without(head.headers, b"authorization")
         target = head.target
         if target is not None:
@@ -345,8 +343,8 @@ def _without_query(found: re.Match[bytes]) -> bytes:
 def _host(reader: HeadReader) -> bytes:
     """Return the value of `Host`; empty if an HTTP/1.0 request has none.
 
-    It must not be missing, repeated or invalid (RFC 9112, 3.2): a proxy might take the request for one to
-    another host.
+    It must not be missing, repeated or invalid (RFC 9112, 3.2), because a proxy might take the request for
+    one to another host.
     """
     if reader.version not in _VERSIONS:
         raise BadMessage(f"its version is HTTP/{reader.version}")

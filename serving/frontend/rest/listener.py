@@ -21,14 +21,14 @@ from torchere.serving.io.watchdog import STOPPING_TIMEOUT_S
 from torchere.serving.logs.access_lines import Client, access_log
 
 BAD_REQUEST = "GET /bad-request HTTP/1.1"  # TorchServe's access log shows this for a malformed request
-KEEP_ALIVE_S = 75.0  # idle connections; longer than the 60 s of common load balancers, so they close first
+KEEP_ALIVE_S = 75.0  # idle timeout; longer than the 60 s of common load balancers, so that those close first
 # Size of one read: enough for a head and a small body. More would copy bytes of a large body, which can be
 # read directly into its own buffer.
 READ_BYTES = 32_768
 
 
 class ListedConnection(IdleConnection, Hashable, Protocol):
-    """A connection, as its listener and the server use it."""
+    """The part of a connection that its listener and the server use."""
 
     def announce_end(self) -> None:
         """Close after the next response."""
@@ -80,7 +80,7 @@ class Listener:
         self.view = memoryview(self.buffer)
         self.keep_alive_s = KEEP_ALIVE_S
         self.draining = False  # True: a response closes its connection
-        # True: connections whose TLS handshakes end now are closed once they are idle; see `timeout_s`, too
+        # True: connections whose TLS handshakes end now are closed once they are idle; see also `timeout_s`
         self.stopping = False
         self.connections: set[ListedConnection] = set()
         self.connection_limit = limit_of_listener(

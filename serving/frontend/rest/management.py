@@ -35,7 +35,7 @@ from torchere.serving.frontend.rest.openapi import management_document
 from torchere.serving.logs.levels import LogLevelError, change_level, levels
 from torchere.serving.types import InferRequest, ModelKey
 
-_QUARANTINE = "/models/{model}/{version}/quarantine"  # three levels: a version may be called so
+_QUARANTINE = "/models/{model}/{version}/quarantine"  # below a version, because a version may have this name
 PAGE_SIZE = 100  # both the default and the maximum
 NEARLY_JSON_BYTES = 4096  # PyYAML reads about 100 KB a second
 _NUMBERS = (
@@ -50,7 +50,7 @@ STATUS_OF = {
 
 
 def management_routes(controlplane: ControlPlane, max_request_bytes: int, *, is_strict: bool) -> list[Route]:
-    """Return the routes of models; `is_strict`: read numbers as `as_torchserve_reads`."""
+    """Return the routes of models; `is_strict`: `as_torchserve_reads` reads the numbers."""
 
     async def page(request: Request) -> Response:
         query = text_values(request.scope["query_string"])
@@ -156,7 +156,7 @@ def _key(request: Request) -> ModelKey:
 
 
 async def parameters_of(request: Request, max_bytes: int, is_strict: bool = False) -> dict[str, object]:
-    """Return the parameters of a registration: those of the query or, instead, of a JSON object.
+    """Return the parameters of a registration, from a JSON body or else from the query.
 
     Raises:
         InvalidRequest: the body is not a JSON object.
@@ -175,9 +175,9 @@ async def parameters_of(request: Request, max_bytes: int, is_strict: bool = Fals
 
 
 def as_torchserve_reads(query: Mapping[str, str]) -> dict[str, str]:
-    """Return a query without the numbers that are no Java int, for which TorchServe takes its default.
+    """Return a query without numbers that are not a Java int, for which TorchServe uses its default.
 
-    `initial_workers` below 0 registers without workers there.
+    A negative `initial_workers` becomes 0: in TorchServe it registers a model without workers.
     """
     read = {name: text for name, text in query.items() if name not in _NUMBERS or _is_java_int(text)}
     if read.get("initial_workers", "").startswith("-"):
@@ -190,10 +190,10 @@ def _is_java_int(text: str) -> bool:
 
 
 def _nearly_json(body: bytes) -> dict[str, object] | None:
-    """Return the parameters of a body with single quotes, or names without quotes, which TorchServe reads.
+    """Return the parameters of a body with single quotes, or names without quotes, which TorchServe accepts.
 
-    Such a body is a mapping of YAML, too. None: it is no such mapping, or so long that reading it would hold
-    up the event loop.
+    Such a body is also a mapping in YAML. None: it is not such a mapping, or is so long that reading it would
+    block the event loop.
     """
     if len(body) > NEARLY_JSON_BYTES:
         return None

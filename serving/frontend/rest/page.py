@@ -1,7 +1,7 @@
 """The page at `/` of the inference port, for browsers: models, their inputs, a form to try them, the API.
 
-It is one static file that asks the routes of the port, with the key that the user types in where there are
-tokens. So the page itself tells nothing of the server, and needs no key.
+It is one static file, whose script calls the routes of the port, with a key that the user types in if tokens
+are on. So the page itself reveals nothing about the server, and needs no key.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _PLACE = 'data-metrics="METRICS"'
 
 
 def wants_page(method: bytes, headers: Iterable[tuple[bytes, bytes]]) -> bool:
-    """Tell whether a request for `/` is that of a browser: it reads, and names HTML among what it accepts."""
+    """Tell whether a request for `/` comes from a browser: a GET or HEAD whose `Accept` names HTML."""
     if method not in (b"GET", b"HEAD"):
         return False
     accepted = b",".join(value for name, value in headers if name.lower() == b"accept")

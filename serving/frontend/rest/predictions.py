@@ -64,7 +64,7 @@ class Prediction(Exchange, Request):
         Request.__init__(self, new_request_id(), time.monotonic())
         Exchange.__init__(self, connection, head)
         self.version: Version | None = None  # the version that admitted it
-        self._decode: QueuedDecode | None = None  # of decoding a long body
+        self._decode: QueuedDecode | None = None  # the queued decoding of a long body
 
     @property
     def prediction(self) -> Request | None:
@@ -101,7 +101,7 @@ class Prediction(Exchange, Request):
         self.answer_error(BodyTooLong(listener.limits.max_request_bytes))
 
     def whole(self) -> None:
-        """Run the request: its body is complete, after having arrived later than the head."""
+        """Run the request: its body, which did not arrive with the head, is complete."""
         read_s = time.monotonic()
         body, self.body = self.body, None
         if isinstance(body, WholeBody):
@@ -142,7 +142,7 @@ class Prediction(Exchange, Request):
             self._ask(parse())
 
     def _refuse_unknown(self) -> None:
-        """Refuse a request to an unknown model, as far as path and query name it, before decoding its form.
+        """Refuse a request to an unknown model before decoding its form, if path or query name the model.
 
         Raises:
             NotFound, Unavailable: the path, or the model, does not exist.
@@ -169,14 +169,14 @@ class Prediction(Exchange, Request):
         working.add_done_callback(partial(self._come_back, then))
 
     def in_turn(self, then: Callable[..., None], work: Callable[[], Any]) -> None:
-        """As `off_loop`, for work on a long body: one at a time, and not if the request has ended before."""
+        """As `off_loop`, for work on a long body: it is queued, and dropped if the request ends earlier."""
         work, come_back = partial(outcome_of, work, ServingError), partial(self._come_back, then)
         self._decode = self.connection.listener.budgets.decodes.add(work, come_back, self.caller)
 
     def _come_back(self, then: Callable[..., None], done: asyncio.Future[Any]) -> None:
         if done.cancelled():
             return
-        outcome = done.exception() or done.result()  # also if it is too late: asyncio logs unread exceptions
+        outcome = done.exception() or done.result()  # even if too late: asyncio logs unread exceptions
         if self.complete:
             return
         try:
@@ -294,8 +294,8 @@ class Prediction(Exchange, Request):
                     )
                 self.break_off(error)
             else:
-                self.withdraw()  # parts that would follow have no reader
-                self.fail(error.with_traceback(None))  # whose frames hold the stream of parts
+                self.withdraw()  # no client will read further parts
+                self.fail(error.with_traceback(None))  # the frames of a traceback hold the stream of parts
         except Exception as error:  # as in `_come_back`
             if self.status:
                 logger.exception("request %s: the stream broke off", self.request_id)
@@ -306,7 +306,7 @@ class Prediction(Exchange, Request):
     def break_off(self, error: ServingError) -> None:
         """Close the connection without ending the body, so that the client detects the failure.
 
-        The request is counted with another status than its response began with.
+        The request is counted with the status of the error, not with that of its response.
         """
         if self.complete:
             return
@@ -355,7 +355,7 @@ class Prediction(Exchange, Request):
         return chunk + LAST_CHUNK if last else chunk
 
     def _end_by_reset(self, wanted: bool) -> None:
-        """Set how closing ends the connection: with a reset if `wanted`, else in order (with a FIN)."""
+        """Let closing reset the connection if `wanted`, else end it in order (with a FIN)."""
         transport = self.connection.transport
         if not transport.is_closing():
             connection = transport.get_extra_info("socket")

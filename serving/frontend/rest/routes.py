@@ -1,4 +1,4 @@
-"""The ASGI app behind a REST port, and its routes of the server itself: descriptions, probes, metrics."""
+"""The ASGI app of a REST port, and its routes about the server itself: descriptions, probes, metrics."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ METRICS_CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 def routes(
     surfaces: Surfaces, dataplane: DataPlane, controlplane: ControlPlane, services: Services
 ) -> ASGIApp:
-    """Build the app of a port that serves the named APIs. It raises its errors. Use it on one event loop."""
+    """Build the app, for one event loop, of a port that serves the named APIs. Its caller handles errors."""
     found = _description_routes(surfaces, services)
     if surfaces != {"metrics"}:
         found += _probe_routes(dataplane)
@@ -182,7 +182,7 @@ def _metrics_routes(metrics: Metrics, mode: MetricsMode) -> list[Route]:
         zipped = accepts_gzip(request.headers.get("accept-encoding", ""))
         async with turns:
             if await request.is_disconnected():
-                raise Cancelled  # the scrapes behind it, and the end of the server, would wait for its page
+                raise Cancelled  # later scrapes, and shutdown, would wait for its page
             exposure = await metrics.expose_in_turns()
             # Written in a thread, so as not to block the loop: with many models the text has megabytes.
             body = await asyncio.to_thread(

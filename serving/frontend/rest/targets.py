@@ -16,7 +16,7 @@ EXPLAIN_YES: Pairs = (("explain", "True"),)
 class Target(NamedTuple):
     """A parsed prediction path."""
 
-    model: str | None = None  # None: in the query or a form field, or the sole startup model (`/invocations`)
+    model: str | None = None  # None: named by the query or a form field, or the sole startup model
     version: str | None = None  # None: the default version
     headers: Pairs = ()  # headers for the handler, in addition to the client's
     takes_query: bool = False  # query parameters are passed to the handler too
@@ -42,7 +42,7 @@ _RESERVED = (
     "|models|workflows|token|v1|v2"  # management and KServe
     "|metrics|livez|readyz|startupz"
 )
-# The first pattern that matches counts. Each takes time in proportion to the path.
+# The first pattern that matches counts. Each takes time in proportion to the length of the path.
 _PATTERNS = [
     (re.compile(pattern, re.DOTALL), target)
     for pattern, target in (
@@ -72,7 +72,7 @@ def prediction_target(path: str) -> Target | None:
 def _filled(target: Target, found: re.Match[str]) -> Target | None:
     named = found.groupdict()
     version = named.get("version")
-    if version == "":  # it is not the default
+    if version == "":  # it does not mean the default version
         return None
     url_path = (("url_path", named["url_path"] or ""),) if "url_path" in named else ()
     route = found.string

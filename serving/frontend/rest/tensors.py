@@ -59,7 +59,7 @@ from torchere.serving.types import InferRequest, InferResponse, StreamedResponse
 _T = TypeVar("_T")
 # Parsing more JSON than this blocks the loop for longer than a hand-over to a thread.
 INLINE_JSON_BYTES = 65_536
-BRIEF_JSON_BYTES = 4096  # parsed in less than half a millisecond, whatever it says
+BRIEF_JSON_BYTES = 4096  # parsed in less than half a millisecond, with any content
 
 
 class TensorPrediction(Prediction):
@@ -150,13 +150,13 @@ class TensorPrediction(Prediction):
         return None if is_infer and is_opaque else facts
 
     def _keep_tensors(self, target: Target, facts: ModelFacts, length: int, request: TensorRequest) -> None:
-        """Submit tensors that replace `length` bytes of JSON; count what they have more."""
+        """Submit tensors that were parsed from `length` bytes of JSON; count the bytes that they add."""
         size = sum([len(tensor.raw) for tensor in request.inputs if isinstance(tensor.raw, bytes)])
         _room(self.connection.budget.take, max(0, size - length))
         self._ask_tensors(target, facts, request)
 
     def _ask_known(self, target: Target, wire: Wire, body: Body) -> bool:
-        """Submit a request whose head came before, and tell so; the bytes behind the head are its tensors."""
+        """Submit a request if its head is cached, with the bytes after it as tensors; False if it is not."""
         key = _key(target, wire, body)
         known = None if key is None else self.connection.listener.tensors.translated(key)
         if known is None or wire.json_bytes is None or sum(known.sizes) != len(body) - wire.json_bytes:
@@ -172,7 +172,7 @@ class TensorPrediction(Prediction):
             request = _for_events(request)
         prepared = service.prepared(facts, request)
         key = _key(target, wire, body)
-        # Heads with an id do not come again, and would push out the others.
+        # Heads with an id do not repeat, and would push out the others.
         if (
             key is not None
             and not request.id
@@ -242,7 +242,7 @@ class TensorPrediction(Prediction):
     async def _send_events(self, outcome: InferResponse | StreamedResponse, *, is_generate: bool) -> None:
         """Send each part as a server-sent event; a later error is sent as the last event."""
         parts = aiter(_parts(outcome))
-        # Until here an error is a plain answer.
+        # Up to the first event, an error becomes a plain response.
         first = await self._event(await anext(parts), is_generate=is_generate)
         head = self.start(200, [(b"content-type", EVENTS_IN_UTF8)])
         self.connection.write(head, self.framed(first))
@@ -279,7 +279,7 @@ class TensorPrediction(Prediction):
 
 
 def _key(target: Target, wire: Wire, body: Body) -> Hashable | None:
-    """Return a head and its place, which name its translation; None if that is never kept."""
+    """Return the key of a head's translation in the cache; None if the translation is never kept."""
     if target.verb != "infer" or wire.json_bytes is None or wire.json_bytes > KNOWN_HEAD_BYTES:
         return None
     return target.model, target.version, wire.wants_events, bytes(body[: wire.json_bytes])
@@ -290,7 +290,7 @@ def _is_request(body: Body) -> bool:
 
 
 def _is_behind_head(request: TensorRequest, size: int) -> bool:
-    """Tell whether all inputs are views of the body, and are the `size` bytes behind its JSON."""
+    """Tell whether all inputs are views of the body, and together the `size` bytes after its JSON."""
     raws = [tensor.raw for tensor in request.inputs]
     return all(isinstance(raw, memoryview) for raw in raws) and sum(map(len, raws)) == size
 

@@ -1,4 +1,4 @@
-"""Answers that the client of one connection leaves unread: they are counted, and do not last for ever."""
+"""Unread answers of one connection: counts their bytes, and aborts a connection that reads nothing."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ SLICE_BYTES = 65_536  # of a long answer over TLS
 class UnreadAnswers:
     """The write buffer of one connection, and the rest of an answer over TLS. Used on the event loop only.
 
-    While the buffer is full the bytes of both count in the budgets, writers wait, and a watchdog aborts the
-    connection once the client has read nothing for long.
+    While the buffer is full, the bytes of both count in the budgets, writers wait, and a watchdog aborts the
+    connection if the client reads nothing for long.
 
-    A TLS transport encrypts all that it gets, and hands it to its TCP transport, before it tells that it is
-    full. Its size does not count the bytes there, and its `close` drops them after half a minute. So over TLS
-    answers are written in slices, and the rest waits here.
+    A TLS transport encrypts all bytes that it gets, and passes them to its TCP transport, before it reports
+    that it is full. Its buffer size does not include the bytes there, and its `close` drops them after half a
+    minute. So over TLS answers are written in slices, and the rest waits here.
 
     Attributes:
-        is_of_tls: `write` and `close` are used instead of the transport's.
+        is_of_tls: the connection uses TLS, so call `write` and `close` here, not those of the transport.
     """
 
     __slots__ = (
@@ -39,7 +39,7 @@ class UnreadAnswers:
             transport.set_write_buffer_limits(SLICE_BYTES)
         self._rest: deque[memoryview] = deque()  # not written yet; empty if the buffer has room
         self._closes = False  # the connection is closed when the buffer has room
-        self._bytes = 0  # of both when the buffer got full; 0: it has room
+        self._bytes = 0  # of buffer and rest when the buffer got full; 0: it has room
         self._times_full = 0
         self._room: asyncio.Future[None] | None = None  # set when the full buffer has room again
         self._watchdog = Unread(self._held_back, lambda _: transport.abort())
@@ -54,7 +54,7 @@ class UnreadAnswers:
         return self._budgets.flaw_of_answers(longest_bytes)
 
     def end(self) -> None:
-        """Go on with the writers that wait: the buffer has room again, or the connection is closed."""
+        """Wake the writers that wait: the buffer has room again, or the connection is closed."""
         self._budgets.unsent_bytes -= self._bytes
         self._bytes = 0
         room, self._room = self._room, None
@@ -79,14 +79,14 @@ class UnreadAnswers:
             self._transport.write(whole[:SLICE_BYTES])  # may call `begin`
 
     def close(self) -> None:
-        """Close the connection behind all that was written."""
+        """Close the connection after all written bytes."""
         if self.is_of_tls and self._room is not None:
             self._closes = True
         else:
             self._transport.close()
 
     def stop(self) -> None:
-        """As `end`, for the last time: without it the watchdog would keep this object."""
+        """As `end`, for the last time; stops the watchdog, which would keep this object."""
         self._rest.clear()
         self.end()
         self._watchdog.stop()

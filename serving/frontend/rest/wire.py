@@ -40,7 +40,7 @@ LAST_LINES = {
     True: _NO_CACHE + b"connection: keep-alive\r\n\r\n",
     False: _NO_CACHE + b"connection: close\r\n\r\n",
 }
-# Python 3.13 adopted the names of RFC 9110; TorchServe's clients get those of RFC 2616 from every Python.
+# Python 3.13 adopted the names of RFC 9110; TorchServe's clients get those of RFC 2616 from any version.
 _PHRASES = {status.value: status.phrase for status in HTTPStatus} | {
     413: "Request Entity Too Large",
     414: "Request-URI Too Long",
@@ -115,7 +115,7 @@ def handler_lines(headers: Sequence[tuple[str, str]]) -> bytes:
     lines = _kept.get(headers)
     if lines is None:
         lines = joined(handler_headers(headers))
-        # Headers that are left out of the lines would be kept in the key.
+        # The limit is on the key, which also holds the headers that are left out of the lines.
         if sum(len(name) + len(value) for name, value in headers) <= _MAX_KEPT_BYTES:
             _kept.keep(headers, lines)
     return lines
@@ -242,7 +242,7 @@ def _is_zero(weight: str) -> bool:
 
 LENGTH = b"inference-header-content-length"
 EVENTS = b"text/event-stream"
-EVENTS_IN_UTF8 = EVENTS + b"; charset=utf-8"  # always so, but `requests` takes texts without one for Latin-1
+EVENTS_IN_UTF8 = EVENTS + b"; charset=utf-8"  # the default, but `requests` takes text without it for Latin-1
 
 
 class Wire(NamedTuple):
@@ -281,7 +281,7 @@ def read_wire(headers: Iterable[tuple[bytes, bytes]]) -> Wire:
 def protocol_error(error: ServingError) -> tuple[int, RawHeaders, bytes]:
     """Return status, headers and body of an error in this protocol's form.
 
-    The body also has TorchServe's `type`, by which a client tells a full queue from a handler's own 503.
+    The body also has TorchServe's `type`, by which a client distinguishes a full queue from a handler's 503.
     """
     status, headers, _ = error_answer(error, show_detail=False)
     if isinstance(error, UnknownCoding):

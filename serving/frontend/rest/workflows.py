@@ -46,7 +46,7 @@ from torchere.serving.types import NO_DEADLINE, InferRequest, InferResponse
 
 
 def workflow_routes(workflows: WorkflowPlane, max_request_bytes: int) -> list[Route]:
-    """Return the routes of `/workflows`. Like TorchServe, they ignore what follows the name in a path."""
+    """Return the routes of `/workflows`. Like TorchServe, they ignore the rest of a path after the name."""
 
     async def page(request: Request) -> Response:
         query = text_values(request.scope["query_string"])
@@ -91,7 +91,7 @@ class _AnyCase(StringConvertor):
 
 
 def workflow_predictions(workflows: WorkflowPlane, services: Services) -> list[Route]:
-    """Return the route `/wfpredict/{workflow}`. Like TorchServe, it ignores what follows the name."""
+    """Return the route `/wfpredict/{workflow}`. Like TorchServe, it ignores the path after the name."""
     register_url_convertor("wfpredict", _AnyCase())
     max_bytes = services.settings.limits.max_request_bytes
     decodes = services.budgets.decodes
@@ -103,7 +103,7 @@ def workflow_predictions(workflows: WorkflowPlane, services: Services) -> list[R
         headers = request_headers(request.scope)
         of_listener = current_call()
         caller = "" if of_listener is None else of_listener.caller
-        # Not the scope of the listener: this call makes several predictions.
+        # A scope other than the listener's, because this call makes several predictions.
         CallScope("rest", started_s, lambda: headers, status_of, caller=caller, many=True)
         timeout_ms = request.headers.get("x-torchere-timeout-ms", "").encode("latin-1", "replace")
         deadline_s = deadline(timeout_ms, started_s) if timeout_ms else NO_DEADLINE
