@@ -25,7 +25,7 @@ from torchere.handlers.context import Context
 from torchere.handlers.errors import PredictionException, bad_request
 from torchere.handlers.labels import load_label_mapping
 from torchere.handlers.loading import onnx, xla
-from torchere.handlers.loading.compile import autocasting, compile_options, optimized
+from torchere.handlers.loading.compile import autocasting, compiled
 from torchere.handlers.loading.devices import (
     CPU,
     choose_device,
@@ -49,6 +49,9 @@ class BaseHandler:
 
     One instance belongs to one executor and runs one batch at a time; several instances of a version in one
     process share the weights, so a subclass must not change the model while it answers.
+
+    Users' subclasses have helpers of any name, even private ones. So each method that TorchServe's class does
+    not have is a documented hook, or has a name that begins with `_torchere`.
 
     Example:
         >>> class Doubler(BaseHandler):
@@ -84,19 +87,23 @@ class BaseHandler:
             RuntimeError: the archive holds no weights that can be loaded; the text names the remedy.
             ValueError: the config or the class names are wrong.
         """
-        self._configure(context)
+        self._torchere_configure(context)
         model_dir = context.system_properties["model_dir"]
         model = (self.manifest or {}).get("model") or {}
         serialized = model.get("serializedFile")
         self.model_pt_path = str(Path(model_dir, serialized)) if serialized else None
-        self.model = self._load(weights_kind(model, model_dir, self.model_yaml_config), model_dir, model)
-        self.model = autocasting(self._compile(self.model), self.model_yaml_config, self.device)
+        self.model = self._torchere_load(
+            weights_kind(model, model_dir, self.model_yaml_config), model_dir, model
+        )
+        self.model = autocasting(
+            compiled(self.model, self.model_yaml_config), self.model_yaml_config, self.device
+        )
         names = Path(model_dir, "index_to_name.json")
         if self.names_classes or names.is_file():
             self.mapping = load_label_mapping(str(names))
         self.initialized = True
 
-    def _configure(self, context: Context) -> None:
+    def _torchere_configure(self, context: Context) -> None:
         """Read the settings that `preprocess` needs, and choose the device; loads no model.
 
         Packing calls it without `initialize`, to prepare samples as requests (`model_inputs.py`).
@@ -104,17 +111,17 @@ class BaseHandler:
         self.context = context
         self.model_yaml_config = context.model_yaml_config or {}
         gpu_id = context.system_properties.get("gpu_id")
-        self._use_device(choose_device(gpu_id, self.model_yaml_config))
+        self._torchere_use_device(choose_device(gpu_id, self.model_yaml_config))
         self.manifest = context.manifest
 
-    def _use_device(self, device: torch.device) -> None:
+    def _torchere_use_device(self, device: torch.device) -> None:
         self.device = device
         self.map_location = None if device.type == "xla" else device.type  # as in TorchServe
 
-    def _load(self, kind: WeightsKind, model_dir: str, model: dict[str, Any]) -> Any:
+    def _torchere_load(self, kind: WeightsKind, model_dir: str, model: dict[str, Any]) -> Any:
         path = str(self.model_pt_path)
         if split := Split.read(self.model_yaml_config):
-            return self._load_part(split, kind, model_dir, model)
+            return self._torchere_load_part(split, kind, model_dir, model)
         if kind is WeightsKind.EAGER:
             loaded = self._load_pickled_model(model_dir, model["modelFile"], self.model_pt_path)
             loaded = module_on(in_eval_mode(loaded), self.device)
@@ -124,14 +131,16 @@ class BaseHandler:
         if kind is WeightsKind.ONNX:
             return onnx.load_onnx(path, self.device)
         if kind is WeightsKind.AOT_PACKAGE:
-            return self._load_package(path, model_dir)
+            return self._torchere_load_package(path, model_dir)
         return self._load_torch_export_aot_compile(path)
 
-    def _load_part(self, split: Split, kind: WeightsKind, model_dir: str, model: dict[str, Any]) -> Any:
+    def _torchere_load_part(
+        self, split: Split, kind: WeightsKind, model_dir: str, model: dict[str, Any]
+    ) -> Any:
         from torchere.handlers.loading.parallel import load_part  # noqa: PLC0415 - few models need it
 
         if kind is WeightsKind.HUGGING_FACE:
-            return self._load_folder_part(model_dir, split)
+            return self._torchere_load_folder_part(model_dir, split)
         if kind is not WeightsKind.EAGER:
             raise ValueError(
                 f"{SECTION} in model-config.yaml splits the layers of a class: pack it with --model-file, "
@@ -139,7 +148,7 @@ class BaseHandler:
             )
         return load_part(archive_at(model_dir), model["modelFile"], self.model_pt_path, split, self.device)
 
-    def _load_folder_part(self, model_dir: str, split: Split) -> Any:
+    def _torchere_load_folder_part(self, model_dir: str, split: Split) -> Any:
         """Load this rank's part of a Hugging Face model; its inputs are those of its own `forward`."""
         from torchere.archiver.models.spread.huggingface import spread_folder  # noqa: PLC0415 - as above
 
@@ -152,9 +161,9 @@ class BaseHandler:
         """
         options = TorchScriptOptions.read(self.model_yaml_config)
         if options.quantized_engine:  # int8: its operators run on the CPU only
-            self._use_device(CPU)
+            self._torchere_use_device(CPU)
         device = self.device
-        return self._shared(
+        return self._torchere_shared(
             ("torchscript", model_pt_path, str(device), options),
             lambda: load_torchscript(model_pt_path, device, options),
             lambda module: not changes_itself(module),
@@ -163,26 +172,26 @@ class BaseHandler:
     def _load_pickled_model(self, model_dir: str, model_file: str, model_pt_path: str | None) -> Any:
         """Load an eager model; one copy per process and device. Subclasses may override it."""
         archive, device = archive_at(model_dir), self.device
-        return self._shared(
+        return self._torchere_shared(
             ("eager", model_dir, model_file, model_pt_path, str(device)),
             lambda: load_eager(archive, model_file, model_pt_path).to(device).eval(),
         )
 
-    def _load_package(self, path: str, model_dir: str) -> Any:
+    def _torchere_load_package(self, path: str, model_dir: str) -> Any:
         # Code for the CPU would use GPU addresses as CPU addresses.
         if self.map_location != "cpu" and aot.is_for_cpu(path):
-            self._use_device(CPU)
+            self._torchere_use_device(CPU)
         if self.map_location == "cuda":
             torch.cuda.set_device(self.device)  # torch's binding loads to the current device
-        where = self._where()
-        return self._shared(
+        where = _where(self)
+        return self._torchere_shared(
             ("aot_package", path, str(self.device)), lambda: aot.load_package(path, model_dir, where)
         )
 
     def _load_torch_export_aot_compile(self, model_so_path: str) -> Any:
         """Load a compiled `.so`. Subclasses may override it."""
-        where = self._where()
-        return self._shared(
+        where = _where(self)
+        return self._torchere_shared(
             ("aot_library", model_so_path, str(self.device)),
             lambda: aot.load_shared_object(model_so_path, where),
         )
@@ -191,10 +200,7 @@ class BaseHandler:
         """Return whether the config says that the weights are a compiled `.so`."""
         return wants_aot_compile(self.model_yaml_config)
 
-    def _where(self) -> str | None:
-        return None if self.map_location is None else str(self.device)
-
-    def _shared(
+    def _torchere_shared(
         self, key: Hashable, load: Callable[[], T], may_share: Callable[[T], bool] = lambda _: True
     ) -> T:
         def whole() -> T:
@@ -204,21 +210,6 @@ class BaseHandler:
 
         shared = getattr(self.context, "shared_models", None)
         return load() if shared is None else shared.get_or_load(key, whole, may_share)
-
-    def _compile(self, model: Any) -> Any:
-        options = compile_options(self.model_yaml_config)
-        if options is None:
-            return optimized(model)
-        try:
-            compiled = torch.compile(model, **options)
-        except Exception as err:  # torch raises many kinds; the model works without it
-            logger.warning(
-                "Compiling the model with %s failed, proceeding without compilation: %s", options, err
-            )
-            return model
-        in_words = ", ".join(f"{name} {value}" for name, value in options.items())
-        logger.info("Compiled model with %s", in_words)  # TorchServe's line: users search the log for it
-        return compiled
 
     @timed
     def preprocess(self, data: Any) -> Any:
@@ -259,20 +250,20 @@ class BaseHandler:
         elif os.environ.get("ENABLE_TORCH_PROFILER"):
             output, _ = self._infer_with_profiler(data)
         else:
-            output = self._run(data)
+            output = self._torchere_run(data)
         add_handler_time(context, started)
         return output
 
-    def _run(self, data: Any) -> Any:
+    def _torchere_run(self, data: Any) -> Any:
         started_s = time.perf_counter()
         model_input = self.preprocess(data)
         if self._is_explain():
             return self.explain_handle(model_input, data)
-        self._give_up_if_unwanted()
+        give_up_if_unwanted(self.context)
         prepared_s = time.perf_counter()
         output = self.inference(model_input)
         inferred_s = time.perf_counter()
-        self._give_up_if_unwanted()
+        give_up_if_unwanted(self.context)
         answers = self.postprocess(output)
         self.context.stages_s = (
             prepared_s - started_s,
@@ -280,11 +271,6 @@ class BaseHandler:
             time.perf_counter() - inferred_s,
         )
         return answers
-
-    def _give_up_if_unwanted(self) -> None:
-        give_up = getattr(self.context, "give_up_if_unwanted", None)  # contexts of users' tests lack it
-        if give_up is not None:
-            give_up()
 
     def _infer_with_profiler(self, data: Any) -> tuple[Any, Any]:
         """Answer one batch under torch's profiler; return the answers and the profiler."""
@@ -300,9 +286,9 @@ class BaseHandler:
             with record_function("postprocess"):
                 return self.postprocess(output)
 
-        return self._profiled(stages)
+        return self._torchere_profiled(stages)
 
-    def _profiled(self, stages: Callable[[], Any]) -> tuple[Any, Any]:
+    def _torchere_profiled(self, stages: Callable[[], Any]) -> tuple[Any, Any]:
         # As in TorchServe, the folder has the name the archive was packed with, not the registered name.
         packed_as = (self.context.manifest or {}).get("model", {}).get("modelName")
         return run_profiled(stages, packed_as or self.context.model_name, self.profiler_args)
@@ -333,18 +319,14 @@ class BaseHandler:
                 answers.append(refusal(self.context, place, err))
         return answers
 
-    def _header_is_true(self, name: str) -> bool:
-        context = self.context
-        return context is not None and context.get_request_header(0, name) == "True"
-
     def _is_explain(self) -> bool:
-        if self._header_is_true("explain"):
+        if _header_is_true(self.context, "explain"):
             self.explain = True
             return True
         return False
 
     def _is_describe(self) -> bool:
-        return self._header_is_true("describe")
+        return _header_is_true(self.context, "describe")
 
     def describe_handle(self) -> Any:
         """Return the data that `describe` with `customized=true` adds for this model; None by default."""
@@ -357,6 +339,21 @@ class BaseHandler:
     def warmup_data(self) -> list[dict[str, object]] | None:
         """Return example rows for the first runs, in the form of `handle`'s `data`; None for no such runs."""
         return None
+
+
+def _where(handler: BaseHandler) -> str | None:
+    return None if handler.map_location is None else str(handler.device)
+
+
+def _header_is_true(context: Any, name: str) -> bool:
+    return context is not None and context.get_request_header(0, name) == "True"
+
+
+def give_up_if_unwanted(context: Any) -> None:
+    """End the batch, by an exception, if no client waits for its answers any more."""
+    give_up = getattr(context, "give_up_if_unwanted", None)  # contexts of users' tests have none
+    if give_up is not None:
+        give_up()
 
 
 def _input_of(row: Any) -> Any:

@@ -21,7 +21,7 @@ import torch
 from torchere.archiver.container.zip import DAMAGED, check_zip
 from torchere.archiver.errors import ArchiveError
 from torchere.archiver.scan.pickles import imported_names
-from torchere.handlers.base import BaseHandler, tensor_of
+from torchere.handlers.base import BaseHandler, give_up_if_unwanted, tensor_of
 from torchere.handlers.encode import encode_answer
 from torchere.handlers.errors import PredictionException, bad_request
 from torchere.handlers.metrics import timed
@@ -65,13 +65,13 @@ class DenseNetHandler(BaseHandler):
         """Stack the requests' tensors. Only explanations call it, so only theirs must have one shape."""
         return torch.stack([tensor_of_row(row) for row in data])
 
-    def _run(self, data: Any) -> Any:
+    def _torchere_run(self, data: Any) -> Any:
         if self._is_explain():
             return self.explain_handle(self.preprocess(data), data)
         read = read_each(data, tensor_of_row)
         answers: list[Any] = [None] * len(read)
         for group in _groups(read):
-            self._give_up_if_unwanted()
+            give_up_if_unwanted(self.context)
             output = self.inference(torch.stack(list(group.values())))
             if len(group) > 1:
                 _check_rows(output, len(group))
@@ -83,7 +83,7 @@ class DenseNetHandler(BaseHandler):
         return answers
 
     def _infer_with_profiler(self, data: Any) -> tuple[Any, Any]:
-        return self._profiled(lambda: self._run(data))
+        return self._torchere_profiled(lambda: self._torchere_run(data))
 
 
 class TorchScriptHandler(DenseNetHandler):
@@ -93,10 +93,10 @@ class TorchScriptHandler(DenseNetHandler):
     The model is the TorchScript of the archive.
     """
 
-    def _run(self, data: Any) -> Any:
+    def _torchere_run(self, data: Any) -> Any:
         return [
             encode_answer(answer[0]) if isinstance(answer, torch.Tensor) else answer
-            for answer in super()._run(data)
+            for answer in super()._torchere_run(data)
         ]
 
 

@@ -75,7 +75,7 @@ def _configured(handler: str, cls: type, config: Mapping[str, Any]) -> Any:
     try:
         instance: Any = cls()
         if isinstance(instance, BaseHandler):
-            instance._configure(context)
+            instance._torchere_configure(context)
     # Broad, because the class may be the archive's own and raise anything.
     except Exception as err:
         raise InputError(f"the handler {handler}: {err}") from err

@@ -107,15 +107,15 @@ class TensorHandler(BaseHandler):
             self.model = run_of_session(self.model)
             self.device = CPU  # its inputs are CPU tensors on any execution provider
 
-    def _load_part(self, split: Split, *given: Any) -> Any:
+    def _torchere_load_part(self, split: Split, *given: Any) -> Any:
         # A pipeline splits inputs of equal first sizes into rows, but this model's inputs may have no rows.
         batched = split.batched and self.signature.batched
-        return super()._load_part(replace(split, batched=batched), *given)
+        return super()._torchere_load_part(replace(split, batched=batched), *given)
 
-    def _load_folder_part(self, model_dir: str, split: Split) -> Any:
+    def _torchere_load_folder_part(self, model_dir: str, split: Split) -> Any:
         from torchere.archiver.models.load.huggingface import Loaded  # noqa: PLC0415 - few models need it
 
-        model = super()._load_folder_part(model_dir, split)
+        model = super()._torchere_load_folder_part(model_dir, split)
         return Loaded(model, {}).module([spec.name for spec in self.signature.inputs])
 
     def warmup_data(self) -> list[dict[str, object]] | None:

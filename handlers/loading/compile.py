@@ -45,6 +45,25 @@ def check_valid_pt2_backend(backend: str) -> bool:
     return False
 
 
+def compiled(model: Any, config: dict[str, Any]) -> Any:
+    """Return the model compiled as `pt2` of model-config.yaml says; without it as `optimized` returns it.
+
+    Raises:
+        ValueError: `pt2`, or `compile` in it, has the wrong type.
+    """
+    options = compile_options(config)
+    if options is None:
+        return optimized(model)
+    try:
+        faster = torch.compile(model, **options)
+    except Exception as err:  # torch raises many kinds; the model works without it
+        logger.warning("Compiling the model with %s failed, proceeding without compilation: %s", options, err)
+        return model
+    in_words = ", ".join(f"{name} {value}" for name, value in options.items())
+    logger.info("Compiled model with %s", in_words)  # TorchServe's line: users search the log for it
+    return faster
+
+
 def compile_options(config: dict[str, Any]) -> dict[str, Any] | None:
     """Return the keyword arguments for `torch.compile`, or None when the model stays as it is.
 

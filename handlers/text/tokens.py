@@ -172,7 +172,7 @@ class TransformerHandler(BaseHandler):
         self.model = self.model if callable(self.model) else run_of_session(self.model)
         path = Path(model_dir, TOKENIZER_NAME)
         max_tokens = self.settings["max_tokens"] or None
-        self.tokens = self._shared(
+        self.tokens = self._torchere_shared(
             ("tokens", str(path)), lambda: TextTokens(path, max_tokens, _lengths(specs))
         )
 

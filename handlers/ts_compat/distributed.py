@@ -28,7 +28,7 @@ class BasePippyHandler(BaseHandler):
 
     def initialize(self, context: Context) -> None:
         """Set the device only; a subclass loads the model, as in TorchServe."""
-        self._configure(context)
+        self._torchere_configure(context)
 
 
 class BaseDeepSpeedHandler(BaseHandler):
@@ -36,7 +36,7 @@ class BaseDeepSpeedHandler(BaseHandler):
 
     def initialize(self, context: Context) -> None:
         """Set the device only."""
-        self._configure(context)
+        self._torchere_configure(context)
 
 
 def initialize_rpc_workers(local_rank: int, world_size: int, ctx: Any = None) -> None:

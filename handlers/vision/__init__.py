@@ -41,10 +41,10 @@ class VisionHandler(BaseHandler):
     image_processing: Callable[[Image.Image], Any] = ImageTransform()
     image_limits = ImageLimits()
 
-    def _configure(self, context: Context) -> None:
+    def _torchere_configure(self, context: Context) -> None:
         """Apply `handler.image` and the server's `limit_max_image_pixels`."""
-        super()._configure(context)
-        config = self.image_config()
+        super()._torchere_configure(context)
+        config = self._torchere_image_config()
         limited = bool(context.system_properties.get("limit_max_image_pixels", True))
         if not limited:
             Image.MAX_IMAGE_PIXELS = None  # process-wide; `image_limits` guards the other models
@@ -60,7 +60,7 @@ class VisionHandler(BaseHandler):
                 max_decoded_bytes=self.image_limits.max_decoded_bytes,
             )
 
-    def image_config(self) -> dict[str, Any]:
+    def _torchere_image_config(self) -> dict[str, Any]:
         """Return the block `handler.image` of model-config.yaml, or an empty dict."""
         image = block_of(self.model_yaml_config, "image")
         return image if isinstance(image, dict) else {}
@@ -79,9 +79,9 @@ class VisionHandler(BaseHandler):
         Raises:
             PredictionException: 400, a row has no valid image, or the images differ in shape.
         """
-        return self.stack([self._tensor(row) for row in data])
+        return self._torchere_stack([self._torchere_tensor(row) for row in data])
 
-    def stack(self, images: list[torch.Tensor]) -> Any:
+    def _torchere_stack(self, images: list[torch.Tensor]) -> Any:
         """Stack the tensors of a batch on the handler's device; raise a 400 error if their shapes differ."""
         shapes = {tuple(image.shape) for image in images}
         if len(shapes) > 1:
@@ -91,7 +91,7 @@ class VisionHandler(BaseHandler):
             )
         return to_device(torch.stack(images), self.device)
 
-    def _tensor(self, row: Any) -> torch.Tensor:
+    def _torchere_tensor(self, row: Any) -> torch.Tensor:
         value = value_of(row)
         if isinstance(value, (np.ndarray, torch.Tensor)):
             value = picture_of_tensor(value, self.image_limits)

@@ -38,7 +38,7 @@ class ImageClassifier(VisionHandler):
             ValueError: a value under `handler.image` is wrong.
         """
         super().initialize(context)
-        top_k = self.image_config().get("top_k", self.topk)
+        top_k = self._torchere_image_config().get("top_k", self.topk)
         if isinstance(top_k, bool) or not isinstance(top_k, int) or top_k < 1:
             raise wrong_setting("image.top_k", top_k, "1 or more")
         self.set_max_result_classes(top_k)
@@ -99,7 +99,7 @@ class ObjectDetector(VisionHandler):
     threshold = 0.5
     image_processing: Any = ImageTransform(resize=None, crop=None, mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0))
 
-    def stack(self, images: list[torch.Tensor]) -> Any:
+    def _torchere_stack(self, images: list[torch.Tensor]) -> Any:
         """Return one tensor for images of one size; a list if sizes differ, or if the model takes a list."""
         on_device = [to_device(image, self.device) for image in images]
         same_size = len({image.shape for image in images}) == 1
@@ -118,19 +118,23 @@ class ObjectDetector(VisionHandler):
     @timed
     def postprocess(self, data: Any) -> Any:
         """Return the named detections of each image whose score is at least `threshold`."""
-        return [self._detections(picture) for picture in data]
+        return [_detections(picture, self.threshold, self.mapping) for picture in data]
 
-    def _detections(self, picture: dict[str, torch.Tensor]) -> list[dict[str, object]]:
-        keep = picture["scores"] >= self.threshold
-        boxes, labels, scores = (picture[key][keep].tolist() for key in ("boxes", "labels", "scores"))
-        return [
-            {**self._named(box, label), "score": score}
-            for box, label, score in zip(boxes, labels, scores, strict=True)
-        ]
 
-    def _named(self, box: list[float], label: int) -> dict[str, object]:
-        named = map_class_to_label([[box]], self.mapping, [[label]])[0]
-        return {str(label): box} if "score" in named else named
+def _detections(
+    picture: dict[str, torch.Tensor], threshold: float, names: dict[str, str] | None
+) -> list[dict[str, object]]:
+    keep = picture["scores"] >= threshold
+    boxes, labels, scores = (picture[key][keep].tolist() for key in ("boxes", "labels", "scores"))
+    return [
+        {**_named(box, label, names), "score": score}
+        for box, label, score in zip(boxes, labels, scores, strict=True)
+    ]
+
+
+def _named(box: list[float], label: int, names: dict[str, str] | None) -> dict[str, object]:
+    named = map_class_to_label([[box]], names, [[label]])[0]
+    return {str(label): box} if "score" in named else named
 
 
 def _takes_list(model: Any) -> bool:

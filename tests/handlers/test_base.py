@@ -9,11 +9,14 @@ import pytest
 import torch
 
 from torchere.handlers.base import BaseHandler
+from torchere.handlers.densenet import DenseNetHandler
 from torchere.handlers.errors import PredictionException
 from torchere.handlers.loading.devices import choose_device, own_stream
 from torchere.handlers.loading.weights import SharedModels
 from torchere.handlers.metrics import MetricsCache
 from torchere.handlers.resolve import load_entry_point
+from torchere.handlers.vision import VisionHandler
+from torchere.handlers.vision.tasks import ImageClassifier, ImageSegmenter, ObjectDetector
 
 EAGER_MODEL = """
 import torch
@@ -33,6 +36,60 @@ def doubler(scripted_doubler: Path, make_context: Any) -> tuple[BaseHandler, Any
     handler = BaseHandler()
     handler.initialize(context)
     return handler, context
+
+
+# The methods of TorchServe's classes of these names, and the hooks of docs/handlers.md.
+NAMES_OF_TORCHSERVE = {
+    *(
+        "_infer_with_profiler",
+        "_is_describe",
+        "_is_explain",
+        "_load_pickled_model",
+        "_load_torchscript_model",
+    ),
+    *("_load_torch_export_aot_compile", "_use_torch_export_aot_compile", "describe_handle", "explain_handle"),
+    *("get_device", "get_insights", "handle", "inference", "initialize", "postprocess", "preprocess"),
+    *("get_max_result_classes", "set_max_result_classes"),
+}
+HOOKS = {"ig", "image_processing", "warmup_data"}
+
+
+@pytest.mark.parametrize(
+    "handler",
+    [BaseHandler, VisionHandler, ImageClassifier, ImageSegmenter, ObjectDetector, DenseNetHandler],
+)
+def test_methods_that_users_of_torchserve_do_not_know_have_names_that_none_of_them_gives(
+    handler: type,
+) -> None:
+    ours = {name for name, value in vars(handler).items() if callable(value) or hasattr(value, "__get__")}
+    unprefixed = {name for name in ours if not name.startswith(("__", "_torchere_"))}
+    assert unprefixed <= NAMES_OF_TORCHSERVE | HOOKS
+
+
+def test_private_helpers_of_a_subclass_may_have_any_plain_name(
+    make_context: Any, begin: Any, tmp_path: Path
+) -> None:
+    class Words(BaseHandler):
+        def initialize(self, context: Any) -> None:
+            self.initialized = True
+
+        def preprocess(self, data: Any) -> Any:
+            return [row["body"].split() for row in data]
+
+        def inference(self, data: Any, *args: Any, **kwargs: Any) -> Any:
+            return self._run(data)
+
+        def postprocess(self, data: Any) -> Any:
+            return [{"words": count} for count in data]
+
+        def _run(self, texts: list[list[str]]) -> list[int]:
+            return [len(words) for words in texts]
+
+    handler = Words()
+    context = make_context(tmp_path)
+    handler.initialize(context)
+    begin(context)
+    assert handler.handle([{"body": "one house"}], context) == [{"words": 2}]
 
 
 def test_the_attributes_of_the_contract_are_there_before_loading() -> None:

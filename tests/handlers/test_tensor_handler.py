@@ -533,7 +533,7 @@ def test_no_envelope_is_taken_off_before_it(tmp_path: Path, make_context: Callab
 def test_a_pipeline_is_told_whether_inputs_are_a_batch(
     monkeypatch: pytest.MonkeyPatch, signature: Signature, batched: bool
 ) -> None:
-    monkeypatch.setattr(BaseHandler, "_load_part", lambda _self, split, *_given: split)
+    monkeypatch.setattr(BaseHandler, "_torchere_load_part", lambda _self, split, *_given: split)
     handler = TensorHandler()
     handler.signature = signature
-    assert handler._load_part(Split(pipeline=2)) == Split(pipeline=2, batched=batched)
+    assert handler._torchere_load_part(Split(pipeline=2)) == Split(pipeline=2, batched=batched)

@@ -12,12 +12,12 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchere.handlers.base import BaseHandler
 from torchere.handlers.loading import compile as loading
 from torchere.handlers.loading.compile import (
     autocasting,
     check_valid_pt2_backend,
     compile_options,
+    compiled,
     optimized,
 )
 
@@ -67,9 +67,7 @@ def test_an_unknown_backend_is_logged(caplog: pytest.LogCaptureFixture) -> None:
 def test_a_model_that_can_not_be_compiled_is_served_as_it_is(
     model: Any, pt2: object, caplog: pytest.LogCaptureFixture
 ) -> None:
-    handler = BaseHandler()
-    handler.model_yaml_config = {"pt2": pt2}
-    assert handler._compile(model) is model
+    assert compiled(model, {"pt2": pt2}) is model
     assert "proceeding without compilation" in caplog.text
 
 
