@@ -94,7 +94,7 @@ class AnswerEncoder:
             with tensors.
     """
 
-    labels: Labels | None = None  # names of classes by index, as handlers keep them in `mapping`
+    labels: object = None  # the handler's `mapping`: names of classes by index, if it is a dict or a list
 
     def __init__(self, model_name: str, model_version: str, model_dir: str) -> None:
         self._identity = {"model_name": model_name, "model_version": model_version}
@@ -210,7 +210,7 @@ _MOST_KNOWN_OUTPUTS = 16  # of an answer whose head is cached
 _head_of_binary = lru_cache(maxsize=256)(_head)  # answers have few shapes; those with an id are not cached
 
 
-def wanted_outputs(outputs: list[Output], wish: Wish, labels: Labels | None) -> list[tuple[Output, bool]]:
+def wanted_outputs(outputs: list[Output], wish: Wish, labels: object) -> list[tuple[Output, bool]]:
     """Return each output that the request asks for, and whether it is sent as binary data.
 
     They are in the order of the request; if it names none, all outputs are returned.
@@ -391,10 +391,7 @@ def _as_said(item: dict[str, Any], index: int) -> Output:
     return Output(str(item["name"]), datatype, shape, tensor)
 
 
-Labels = Mapping[str, Any]
-
-
-def classified(output: Output, classes: int, labels: Labels | None, field: str) -> Output:
+def classified(output: Output, classes: int, labels: object, field: str) -> Output:
     """Return the `classes` largest values of an output, largest first, as BYTES `value:index[:label]`.
 
     With several dimensions, the first is the batch, and each row has its own largest values. `classes` is
@@ -422,8 +419,12 @@ def classified(output: Output, classes: int, labels: Labels | None, field: str) 
     return Output(output.name, BYTES, shape, objects_array(texts, shape))
 
 
-def _text(value: Any, index: int, labels: Labels | None) -> str:
-    label = labels.get(str(index)) if labels else None
+def _text(value: Any, index: int, labels: object) -> str:
+    label = None
+    if isinstance(labels, Mapping):
+        label = labels.get(str(index), labels.get(index))
+    elif isinstance(labels, (list, tuple)) and index < len(labels):
+        label = labels[index]
     if isinstance(label, (list, tuple)):  # [id, name], as ImageNet's index_to_name.json has it
         label = label[-1] if label else None
     number = f"{float(value):f}" if value.dtype.kind == "f" else str(int(value))  # as Triton writes its type

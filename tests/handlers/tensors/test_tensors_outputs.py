@@ -131,6 +131,21 @@ def test_classes_are_the_best_values_of_each_row_with_their_names() -> None:
 
 
 @pytest.mark.parametrize(
+    ("labels", "text"),
+    [
+        (["dog", "cat"], "0.900000:1:cat"),
+        (("dog", "cat"), "0.900000:1:cat"),
+        ({0: "dog", 1: "cat"}, "0.900000:1:cat"),
+        (["dog"], "0.900000:1"),
+        ("dog and cat", "0.900000:1"),
+    ],
+)
+def test_names_of_classes_are_read_from_any_mapping_that_a_handler_keeps(labels: object, text: str) -> None:
+    output = outputs_of(torch.tensor([0.1, 0.9]), ())[0]
+    assert classified(output, 1, labels, "outputs[0]").tensor.tolist() == [text]
+
+
+@pytest.mark.parametrize(
     ("dtype", "values"), [(torch.bfloat16, ("1.000000", "0.000000")), (torch.int64, "10"), (torch.bool, "10")]
 )
 def test_there_are_no_more_classes_than_values(dtype: torch.dtype, values: Sequence[str]) -> None:
