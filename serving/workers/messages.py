@@ -304,7 +304,7 @@ def most_report_bytes(spec: LoadSpec) -> int:
     A report has an answer of up to `LARGE_BYTES` for each request, headers, and metrics. A part of a streamed
     answer may be longer than `max_response_bytes`, so twice that is added.
     """
-    return min(MAX_FRAME_BYTES, _most_done_bytes(spec.batch_size) + 2 * spec.max_response_bytes)
+    return min(MAX_FRAME_BYTES, _most_done_bytes(spec.most_requests) + 2 * spec.max_response_bytes)
 
 
 def _check_sum(large: Sequence[tuple[int, ...]]) -> int:

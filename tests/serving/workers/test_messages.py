@@ -23,6 +23,7 @@ from torchere.serving.workers import messages as wire
 from torchere.serving.workers.executor import BatchReport, LoadSpec, Outcome, Unfinished
 from torchere.serving.workers.frames import HEADER
 from torchere.serving.workers.messages import (
+    LARGE_BYTES,
     Done,
     Load,
     Partial,
@@ -41,6 +42,7 @@ from torchere.serving.workers.messages import (
     encode_report,
     encode_run,
     load_of,
+    most_report_bytes,
     pong_of,
     raw_answer_bytes,
     raw_bytes,
@@ -251,6 +253,18 @@ def test_a_report_longer_than_a_worker_sends_is_not_decoded_but_a_part_of_that_l
     assert sent.outcomes[0].detail == "the answer can't be sent; the log says why"  # type: ignore[union-attr]
     part = Partial(7, 0, InferResponse(bytes(5_000_000)))
     assert data_of(memoryview(payload(encode_frame(part))), spec) == part
+
+
+def test_a_report_of_as_many_requests_as_a_run_may_have_fits_into_a_frame_of_its_socket(
+    tmp_path: Path,
+) -> None:
+    spec = LoadSpec("m", "1", str(tmp_path), "h:H", batch_size=64, max_response_bytes=1000)
+    answer = InferResponse(b"x", (("long", "x" * (39 * LARGE_BYTES // 10)),))
+    sent = payload(encode_report(7, BatchReport([answer] * spec.most_requests)))
+    assert len(sent) <= most_report_bytes(spec)
+    done = data_of(memoryview(sent), spec)
+    assert isinstance(done, Done)
+    assert done.outcomes[-1].headers == answer.headers  # type: ignore[union-attr]
 
 
 def test_more_headers_or_ranks_than_there_are_in_earnest_are_refused_before_they_are_read() -> None:
