@@ -91,7 +91,7 @@ def _ask(command: list[str], timeout_s: float, errors: int | None = subprocess.D
     Unlike `subprocess.run`, this does not wait for a process that can't be killed.
     """
     if any(process.poll() is None for process in _hung):
-        raise subprocess.SubprocessError("the last nvidia-smi hangs still, as it does where the driver hangs")
+        raise subprocess.SubprocessError("the last run still hangs and can't be killed: a driver hangs?")
     _hung.clear()
     process = subprocess.Popen(
         command,

@@ -182,7 +182,7 @@ def test_a_driver_that_hangs_holds_nothing_up_and_is_left_alone(tmp_path, monkey
     assert sample_gpus() == ()
     assert sample_gpus() == ()
     assert "timed out" in caplog.records[0].getMessage()
-    assert "hangs still" in caplog.records[1].getMessage()
+    assert "still hangs" in caplog.records[1].getMessage()
     (hung,) = gpu_sampling._hung
     kill(hung)
     hung.communicate()
