@@ -51,7 +51,7 @@ def answering(*args, **kwargs):
     return behave
 
 
-def streaming(*parts: bytes, error: Exception | None = None, status: int = 200):
+def streaming(*parts: bytes, error: Exception | None = None, status: int = 200, headers=()):
     async def chunks():
         for part in parts:
             yield part
@@ -59,7 +59,7 @@ def streaming(*parts: bytes, error: Exception | None = None, status: int = 200):
             raise error
 
     async def behave(request):
-        return StreamedResponse(InferResponse(b"", (("x-kind", "stream"),), status), chunks())
+        return StreamedResponse(InferResponse(b"", (("x-kind", "stream"), *headers), status), chunks())
 
     return behave
 
@@ -91,6 +91,27 @@ def test_a_body_in_chunks_gets_the_same_answer(planes, talk, behave, caplog):
     connection = {b"connection: keep-alive", b"connection: close"}
     assert direct[1] - connection == in_chunks[1] - connection
     assert b"connection: close" in direct[1]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "X-Request-Id",
+        "Pragma",
+        "cache-control",
+        "EXPIRES",
+        "Connection",
+        "Content-Length",
+        "Transfer-Encoding",
+    ],
+)
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_a_handler_sends_no_second_line_of_a_header_that_the_server_sets(planes, talk, name, is_streamed):
+    headers = ((name, "forged"), ("x-own", "sent"))
+    planes.data.behave = streaming(b"x", headers=headers) if is_streamed else answering(b"x", headers)
+    answer = talk(plain(b"", headers=CLOSE))
+    assert b"x-own: sent" in answer
+    assert b"forged" not in answer
 
 
 @pytest.mark.parametrize("status", [204, 304])
