@@ -224,11 +224,10 @@ class _Compilation:
         if note := check_quantised(module, self.options.quantize, str(self.options.model_format)):
             self.say(note)
         names = self.source.names_of_inputs(len(example))
-        sizes = sizes_of(self.options, names, example, self.source.sizes)
         program = self.source.program
-        if program is not None and not sizes:
-            sizes = free_sizes(program, example)
-        else:
+        default = list(self.source.sizes) if program is None else free_sizes(program, example)
+        sizes = sizes_of(self.options, names, example, default)
+        if sizes != default:
             program = None  # to be exported again
         # Check first, so that a model that is refused anyway is not compiled.
         lines: list[str] = []

@@ -399,9 +399,8 @@ def _state_file(source: Source, options: BuildOptions, work: Path) -> Path | Non
 def _signature(source: Source, example: Tensors, options: BuildOptions, say: Say) -> Signature:
     run = _run(source, options)
     names = source.names_of_inputs(len(example))
-    sizes = sizes_of(options, names, example, source.sizes)
-    if not sizes and source.program is not None:
-        sizes = free_sizes(source.program, example)
+    default = source.sizes if source.program is None else free_sizes(source.program, example)
+    sizes = sizes_of(options, names, example, default)
     served = _in_inference_mode(run) if source.kind == EAGER else run
     with step(say, "trying sizes and batches"):
         try:

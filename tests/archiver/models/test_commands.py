@@ -345,6 +345,31 @@ def test_convert_keeps_a_free_batch_of_the_signature_that_the_example_is_made_of
     assert spec.limits == (Limit(0, most=128),)
 
 
+class Masked(torch.nn.Module):
+    """Masks ids; both inputs have one length."""
+
+    def forward(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return ids * mask
+
+
+@pytest.mark.parametrize(
+    ("given", "most"), [("--dynamic-batch=1:8", (8, 16)), ("--dynamic=ids,mask.1=2:8", (64, 8))]
+)
+def test_convert_keeps_the_free_sizes_of_a_program_that_no_option_names(
+    archive_of: Command, tmp_path: Path, capsys: Any, *, given: str, most: tuple[int, int]
+) -> None:
+    torch.jit.script(Masked()).save(str(tmp_path / "masked.pt"))
+    torch.save({name: torch.ones(2, 3) for name in ("ids", "mask")}, tmp_path / "example.pt")
+    packed = (f"--serialized-file={tmp_path}/masked.pt", f"--example={tmp_path}/example.pt")
+    sizes = ("--dynamic=ids,mask.1=2:16", "--dynamic-batch=1:64")
+    assert not archive_of(*packed, *sizes, "--format=export"), capsys.readouterr().err
+    old, new = tmp_path / "net.mar", tmp_path / "new.mar"
+    assert main(["convert", str(old), "--to=export", given, "-o", str(new), "--no-verify"]) == 0
+    for spec in parse(open_archive(new).read_text("signature.json")).inputs:
+        assert spec.shape == (-1, -1)
+        assert tuple(limit.most for limit in sorted(spec.limits, key=lambda one: one.dimension)) == most
+
+
 def test_convert_takes_an_archive_without_a_signature_with_an_example_only(
     forms: Any, archive_of: Command, tmp_path: Path, capsys: Any
 ) -> None:

@@ -215,6 +215,18 @@ def test_a_size_of_two_dimensions_of_an_input_changes_in_both(
     assert serve(archive, [{"body": [[[1.0, 2.0], [3.0, 4.0]]]}]) == [[[[2.0, 5.0], [5.0, 8.0]]]]
 
 
+@pytest.mark.parametrize("model_format", ["keep", "export"])
+def test_sizes_of_a_program_that_no_option_names_stay_free(
+    pack: Pack, tmp_path: Path, model_format: str
+) -> None:
+    free = {0: torch.export.Dim("batch", min=1, max=8), 1: torch.export.Dim("length", min=1, max=16)}
+    program = torch.export.export(nn.ReLU(), (torch.rand(2, 5),), dynamic_shapes=(free,))
+    torch.export.save(program, tmp_path / "net.pt2")
+    archive = pack(serialized_file=tmp_path / "net.pt2", model_format=model_format, dynamic_batch="1:4")
+    (found,) = parse(open_archive(archive).read_text("signature.json")).inputs
+    assert (found.shape, set(found.limits)) == ((-1, -1), {Limit(0, most=4), Limit(1, most=16)})
+
+
 def test_points_that_are_no_batch_are_served_one_request_at_a_time(
     pack: Pack, serve: Serve, tmp_path: Path
 ) -> None:
