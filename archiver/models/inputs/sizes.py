@@ -178,18 +178,18 @@ def sizes_of(
 def signed_sizes(signature: Signature) -> list[FreeSize]:
     """Return the free sizes of the signature's inputs, in the limits that it has for them.
 
-    Dimensions whose limits share a name are one size. The first dimensions of all inputs are one, too, unless
-    their limits have names: they are the batch, or, as in a cloud of points, rows that belong together.
+    Dimensions whose limits share a name are one size. The first dimensions of all inputs are one, too, if
+    they are the batch and their limits have no names.
     """
     inputs = signature.inputs
-    are_rows = all(spec.batched and not _name(spec, 0) for spec in inputs)
+    are_rows = signature.batched and not any(_name(spec, 0) for spec in inputs)
     groups: dict[object, list[tuple[int, int]]] = {}
     for place, spec in enumerate(inputs):
         for at in (at for at, size in enumerate(spec.shape) if size == ANY):
             alone = 0 if are_rows and at == 0 else (place, at)
             groups.setdefault(_name(spec, at) or alone, []).append((place, at))
     found = [_signed_size(inputs, places) for places in groups.values()]
-    if are_rows and signature.batched:
+    if are_rows:
         found[0] = replace(found[0], name=BATCH, low=1)  # from one row on, as in `sizes_of`
     return found
 

@@ -108,7 +108,7 @@ def _tried(
         one_by_one |= free.is_batch(example) and not is_batch
     if probe_batch and is_steady and not is_asked:
         found += _found_batch(trial, say)
-    made = _signature(trial, names, found)
+    made = _signature(trial, names, found, one_by_one)
     if made.batched and not any(free.is_batch(example) for free, _ in found):
         try:
             _varying(trial, batch_of(example, _common(sizes)))
@@ -150,14 +150,17 @@ def _other_example(trial: Trial) -> str:
     return f"it runs on {shapes(rows)}: give the example this batch dimension"
 
 
-def _signature(trial: Trial, names: Sequence[str], found: Sequence[tuple[FreeSize, Places]]) -> Signature:
+def _signature(
+    trial: Trial, names: Sequence[str], found: Sequence[tuple[FreeSize, Places]], one_by_one: bool
+) -> Signature:
     inputs = [list(tensor.shape) for tensor in trial.example]
     outputs = [list(tensor.shape) for _, tensor in trial.base]
     limits: list[list[Limit]] = [[] for _ in inputs]
     for free, places in found:
+        is_batch = free.is_batch(trial.example) and not one_by_one
         for index, dimension in free.places:
             inputs[index][dimension] = ANY
-            limits[index] += _limits(free, dimension, trial.example)
+            limits[index] += _limits(free, dimension, is_batch)
         for index, dimension in places:
             outputs[index][dimension] = ANY
     return Signature(
@@ -169,16 +172,15 @@ def _signature(trial: Trial, names: Sequence[str], found: Sequence[tuple[FreeSiz
     )
 
 
-def _limits(free: FreeSize, dimension: int, example: Tensors) -> list[Limit]:
+def _limits(free: FreeSize, dimension: int, is_batch: bool) -> list[Limit]:
     """Return a list with the limit of a free size; empty if every size is allowed.
 
     A size in several places always has a limit, whose `name` says that they are equal; only the batch needs
     no limit for that. A minimum of 2 counts as 1: torch.export records 2 for every size, and its programs run
     with 1, too. A batch has no minimum, because a server assembles it from single rows.
     """
-    is_first = free.is_batch(example)
-    low = 1 if free.low <= 2 or is_first else free.low
-    shared = "" if is_first or len(free.places) == 1 else free.name
+    low = 1 if free.low <= 2 or is_batch else free.low
+    shared = "" if is_batch or len(free.places) == 1 else free.name
     limit = Limit(dimension, low, free.high if free.high < LARGEST else None, free.multiple, shared)
     return [] if limit == Limit(dimension) else [limit]
 

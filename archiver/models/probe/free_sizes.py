@@ -142,9 +142,10 @@ def _advice(trial: Trial, free: FreeSize, option: str) -> str:
         only = f"it was found to run with {free.size_in(trial.example)} only"
         if free.name in (TOKENS, DECODER_TOKENS):  # they vary without an option
             return f"{only}: give --example, which fixes the length"
+        together = ", name all inputs of this size in one --dynamic" if len(trial.example) > 1 else ""
         return (
-            f"{only}: leave --dynamic {option} out, or, if an exported program lets this size vary, "
-            "export it with a fixed one; if an archive's signature does, give --example, which fixes it"
+            f"{only}: leave --dynamic {option} out{together}, or, if an exported program lets this size "
+            "vary, export it with a fixed one; if an archive's signature does, give --example, which fixes it"
         )
     return f"it was found to run with --dynamic {option}={narrower.text}"
 

@@ -370,6 +370,52 @@ def test_convert_keeps_the_free_sizes_of_a_program_that_no_option_names(
         assert tuple(limit.most for limit in sorted(spec.limits, key=lambda one: one.dimension)) == most
 
 
+class Distances(torch.nn.Module):
+    """Takes any two counts of points."""
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return (x[:, None] - y).square().sum(-1)
+
+
+class Pairs(torch.nn.Module):
+    """Takes two clouds of as many points each."""
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return (x - y) / (x - y).norm()
+
+
+@pytest.mark.parametrize(
+    ("module", "sizes", "counts", "limits"),
+    [
+        (Distances(), ("x.0=1:", "y.0=1:"), (4, 6), ()),
+        (Pairs(), ("x,y.0=3:",), (5, 5), (Limit(0, least=3, name="x_0"),)),
+    ],
+)
+def test_convert_keeps_first_dimensions_that_are_no_batch_apart_or_together(
+    archive_of: Command,
+    tmp_path: Path,
+    capsys: Any,
+    *,
+    module: torch.nn.Module,
+    sizes: tuple[str, ...],
+    counts: tuple[int, int],
+    limits: tuple[Limit, ...],
+) -> None:
+    torch.jit.script(module).save(str(tmp_path / "points.pt"))
+    torch.save({name: torch.rand(3, 3) for name in ("x", "y")}, tmp_path / "example.pt")
+    packed = (f"--serialized-file={tmp_path}/points.pt", f"--example={tmp_path}/example.pt")
+    options = [f"--dynamic={size}" for size in sizes]
+    assert not archive_of(*packed, *options, "--format=torchscript"), capsys.readouterr().err
+    old, new = tmp_path / "net.mar", tmp_path / "new.mar"
+    assert main(["convert", str(old), "--to=export", "-o", str(new), "--no-verify"]) == 0
+    was, now = (parse(open_archive(path).read_text("signature.json")) for path in (old, new))
+    assert [spec.limits for spec in was.inputs] == [limits] * 2
+    assert (now.inputs, now.one_by_one) == (was.inputs, True)
+    program = torch.export.load(open_archive(new).extract(tmp_path / "new") / "model.pt2").module()
+    given = [torch.rand(count, 3) for count in counts]
+    torch.testing.assert_close(program(*given), module(*given))
+
+
 def test_convert_takes_an_archive_without_a_signature_with_an_example_only(
     forms: Any, archive_of: Command, tmp_path: Path, capsys: Any
 ) -> None:

@@ -76,6 +76,12 @@ def test_a_model_of_one_size_says_to_leave_the_option_out() -> None:
         signature_of(lambda x: x.reshape(-1, 64), WAVE, ["x"], [free("x.1=1:99")], probe_batch=False)
 
 
+def test_sizes_of_two_inputs_that_must_be_equal_say_to_name_them_together() -> None:
+    example, sizes = (torch.rand(3, 2), torch.rand(3, 2)), [FreeSize("x_0", ((0, 0),), 2, 64)]
+    with pytest.raises(ModelRefused, match=r"with 3 only: leave --dynamic x\.0 out, name all inputs of this"):
+        signature_of(lambda x, y: x + y, example, ["x", "y"], sizes, probe_batch=False)
+
+
 def test_a_text_model_of_one_length_says_to_give_an_example() -> None:
     lengths = FreeSize(TOKENS, ((0, 1),), 1, 99)
     with pytest.raises(ModelRefused, match=r"found to run with 64 only: give --example, which fixes"):
