@@ -137,17 +137,20 @@ def _advice(trial: Trial, free: FreeSize, option: str) -> str:
             return False
         return True
 
-    narrower = _narrower(free, free.size_in(trial.example), free.far_sizes(trial.example), runs)
-    if narrower is None:
-        only = f"it was found to run with {free.size_in(trial.example)} only"
-        if free.name in (TOKENS, DECODER_TOKENS):  # they vary without an option
-            return f"{only}: give --example, which fixes the length"
-        together = ", name all inputs of this size in one --dynamic" if len(trial.example) > 1 else ""
-        return (
-            f"{only}: leave --dynamic {option} out{together}, or, if an exported program lets this size "
-            "vary, export it with a fixed one; if an archive's signature does, give --example, which fixes it"
-        )
-    return f"it was found to run with --dynamic {option}={narrower.text}"
+    now = free.size_in(trial.example)
+    narrower = _narrower(free, now, free.far_sizes(trial.example), runs)
+    has_option = len({dimension for _, dimension in free.places}) == 1
+    if narrower is not None and has_option:
+        return f"it was found to run with --dynamic {option}={narrower.text}"
+    only = f"it was found to run with {now if narrower is None else narrower.text} only"
+    if free.name in (TOKENS, DECODER_TOKENS):  # they vary without an option
+        return f"{only}: give --example, which fixes the length"
+    together = ", name all inputs of this size in one --dynamic" if len(trial.example) > 1 else ""
+    leave = f"leave --dynamic {option} out{together}, or, " if has_option else ""
+    return (
+        f"{only}: {leave}if an exported program lets this size vary, export it with a fixed one; if an "
+        "archive's signature does, give --example, which fixes it"
+    )
 
 
 def _narrower(free: FreeSize, now: int, far: list[int], runs: Callable[[int], bool]) -> FreeSize | None:

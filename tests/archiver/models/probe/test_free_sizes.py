@@ -82,6 +82,22 @@ def test_sizes_of_two_inputs_that_must_be_equal_say_to_name_them_together() -> N
         signature_of(lambda x, y: x + y, example, ["x", "y"], sizes, probe_batch=False)
 
 
+@pytest.mark.parametrize(("most", "found"), [(16, "1:16"), (5, "1:5"), (None, "5")])
+def test_a_size_of_two_dimensions_is_refused_without_an_option_that_can_not_name_it(
+    most: int | None, found: str
+) -> None:
+    def run(x: torch.Tensor) -> torch.Tensor:
+        if x.shape[1] > most if most else x.shape[1] != 5:
+            raise RuntimeError("no such size")
+        return x + x.transpose(1, 2)
+
+    sides = [FreeSize("sides", ((0, 1), (0, 2)), 1, 64)]
+    with pytest.raises(ModelRefused) as caught:
+        signature_of(run, (torch.rand(1, 5, 5),), ["x"], sides, probe_batch=False)
+    said = str(caught.value).partition("it was found to run with ")[2]
+    assert said.startswith(f"{found} only: if an exported program lets this size vary, export it")
+
+
 def test_a_text_model_of_one_length_says_to_give_an_example() -> None:
     lengths = FreeSize(TOKENS, ((0, 1),), 1, 99)
     with pytest.raises(ModelRefused, match=r"found to run with 64 only: give --example, which fixes"):
