@@ -285,13 +285,19 @@ def _grown(layer: nn.Module | None, sides: tuple[int, ...]) -> nn.Module | None:
     if layer.padding_mode != "zeros" or isinstance(layer.padding, str):
         return None
     left, right, top, bottom = sides
-    high, wide = layer.padding
+    high, wide = _by_axis(layer, layer.padding)
     return _padded(layer, ((top + high, bottom + high), (left + wide, right + wide)))
+
+
+def _by_axis(layer: Any, setting: Sequence[int]) -> tuple[int, ...]:
+    """Return a setting of the convolution with a number for each axis: torch also takes `(2,)` for all."""
+    return tuple(setting) * len(layer.kernel_size) if len(setting) == 1 else tuple(setting)
 
 
 def _padded(layer: Any, paddings: Sequence[tuple[int, int]]) -> nn.Module | None:
     """Return the convolution with these paddings of zeros, before and after each axis; None if impossible."""
-    axes = [folded_axis(*ends, dilation) for ends, dilation in zip(paddings, layer.dilation, strict=True)]
+    dilations = _by_axis(layer, layer.dilation)
+    axes = [folded_axis(*ends, dilation) for ends, dilation in zip(paddings, dilations, strict=True)]
     if None in axes:
         return None
     found = [axis for axis in axes if axis is not None]
@@ -344,7 +350,7 @@ def _ends(layer: Any, axis: int) -> tuple[int, int]:
     """Return the padding before and after an axis, as torch computes it: the larger half is after."""
     if layer.padding == "valid":
         return 0, 0
-    total = layer.dilation[axis] * (layer.kernel_size[axis] - 1)
+    total = _by_axis(layer, layer.dilation)[axis] * (layer.kernel_size[axis] - 1)
     return total // 2, total - total // 2
 
 

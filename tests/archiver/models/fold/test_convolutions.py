@@ -225,6 +225,22 @@ def test_paddings_of_a_model_that_stays_in_fp32_are_folded() -> None:
 
 
 @pytest.mark.parametrize(
+    "settings",
+    [
+        {"dilation": (2,)},
+        {"padding": (1,), "stride": (2,), "dilation": [2]},
+        {"padding": "same", "dilation": (2,)},
+    ],
+)
+def test_paddings_of_convolutions_with_one_number_for_all_axes_are_folded(settings: dict[str, Any]) -> None:
+    module = nn.Sequential(nn.ZeroPad2d((0, 2, 0, 2)), nn.Conv2d(3, 4, 3, **settings)).eval()
+    example = (torch.rand(2, 3, 9, 9),)
+    folded = folded_paddings(module, example)
+    assert folded is not None
+    torch.testing.assert_close(folded.module(*example), module(*example))
+
+
+@pytest.mark.parametrize(
     ("module", "example"),
     [
         (nn.Linear(3, 4), torch.rand(2, 3)),
