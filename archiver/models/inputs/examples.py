@@ -249,14 +249,23 @@ def example_of(signature: Signature) -> Example:
     A free size that can't be 2 is the next larger size that its limits allow, or else the smallest one.
 
     Raises:
-        ModelRefused: an input has a datatype that no tensor has.
+        ModelRefused: an input has a datatype that no tensor has, or the inputs take too much memory.
     """
     random = torch.Generator().manual_seed(0)
     shapes = [list(spec.shape) for spec in signature.inputs]
     for free in signed_sizes(signature):
         for place, dimension in free.places:
             shapes[place][dimension] = free.smallest(_FREE)
-    tensors = [_made_up(spec, shape, random) for spec, shape in zip(signature.inputs, shapes, strict=True)]
+    dtypes = [_torch_type(spec) for spec in signature.inputs]
+    # A size of 0 counts as 1: torch computes the strides from the other sizes, and they can overflow.
+    counts = [math.prod(size or 1 for size in shape) for shape in shapes]
+    needed = sum(count * dtype.itemsize for count, dtype in zip(counts, dtypes, strict=True))
+    if needed > MAX_EXAMPLE_BYTES:
+        raise ModelRefused(
+            f"an example made from the signature would take {needed} bytes, at most {MAX_EXAMPLE_BYTES}; "
+            "give --example with inputs"
+        )
+    tensors = [_made_up(dtype, shape, random) for dtype, shape in zip(dtypes, shapes, strict=True)]
     return Example(tuple(tensors), tuple(spec.name for spec in signature.inputs))
 
 
@@ -272,10 +281,13 @@ def signature_at(path: Path) -> Signature | None:
         raise ModelRefused(f"{path.parent}: {error}") from error
 
 
-def _made_up(spec: TensorSpec, shape: Sequence[int], random: torch.Generator) -> torch.Tensor:
+def _torch_type(spec: TensorSpec) -> torch.dtype:
     if spec.datatype not in TORCH_TYPES:
         raise ModelRefused(f"{spec.name!r} is {spec.datatype}; give --example with inputs")
-    dtype = TORCH_TYPES[spec.datatype]
+    return TORCH_TYPES[spec.datatype]
+
+
+def _made_up(dtype: torch.dtype, shape: Sequence[int], random: torch.Generator) -> torch.Tensor:
     if dtype.is_floating_point:
         return torch.rand(shape, generator=random).to(dtype)
     return torch.zeros(shape, dtype=dtype)

@@ -291,6 +291,21 @@ def test_an_example_from_a_signature_has_sizes_in_its_limits() -> None:
     assert [tuple(tensor.shape) for tensor in example.tensors] == [(1, 5), (1, 5), (1, 3, 64)]
 
 
+@pytest.mark.parametrize(
+    "spec",
+    [
+        TensorSpec("x", "FP32", (8796093022208, 4)),
+        TensorSpec("x", "FP32", (1, -1), (Limit(1, least=8796093022208),)),
+        TensorSpec("x", "INT64", (2**14, 2**13 + 1)),
+        TensorSpec("x", "FP32", (0, 2**62, 2**62)),
+    ],
+    ids=["by its shape", "by its limits", "by the size of a number", "by its strides"],
+)
+def test_an_example_from_a_signature_that_takes_too_much_memory_is_refused(spec: TensorSpec) -> None:
+    with pytest.raises(ModelRefused, match=r"would take \d+ bytes, at most 1073741824; give --example"):
+        example_of(Signature((spec,), (spec,)))
+
+
 def test_a_number_without_dimensions_stays_one(tmp_path: Path) -> None:
     np.save(tmp_path / "x.npy", np.float32(3))
     assert read_example(tmp_path / "x.npy").tensors[0].shape == ()
