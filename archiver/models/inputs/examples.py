@@ -17,7 +17,7 @@ import torch
 from torchere.archiver.container.entries import open_regular
 from torchere.archiver.errors import ArchiveError, ModelRefused
 from torchere.archiver.models.inputs.run import DATATYPES
-from torchere.archiver.models.inputs.sizes import Tensors, signed_sizes
+from torchere.archiver.models.inputs.sizes import FreeSize, Tensors, signed_sizes
 from torchere.archiver.models.steps import line_of, not_ending
 from torchere.archiver.request import Prepare
 from torchere.archiver.signature import ANY, Signature, SignatureError, TensorSpec, read_signature
@@ -243,10 +243,11 @@ def read_samples(
     return samples
 
 
-def example_of(signature: Signature) -> Example:
+def example_of(signature: Signature, asked: Sequence[FreeSize] = ()) -> Example:
     """Make an example for a signature's inputs: random floats 0 to 1, whole numbers 0, free sizes 2.
 
-    A free size that can't be 2 is the next larger size that its limits allow, or else the smallest one.
+    A free size that can't be 2 is the next larger size that its limits allow, or else the smallest one. A size
+    in `asked`, the sizes that the user lets vary, is in its range, too.
 
     Raises:
         ModelRefused: an input has a datatype that no tensor has, or the inputs take too much memory.
@@ -254,8 +255,12 @@ def example_of(signature: Signature) -> Example:
     random = torch.Generator().manual_seed(0)
     shapes = [list(spec.shape) for spec in signature.inputs]
     for free in signed_sizes(signature):
+        size = free.smallest(_FREE)
+        for named in asked:
+            if not set(named.places).isdisjoint(free.places):
+                size = named.smallest(size)
         for place, dimension in free.places:
-            shapes[place][dimension] = free.smallest(_FREE)
+            shapes[place][dimension] = size
     dtypes = [_torch_type(spec) for spec in signature.inputs]
     # A size of 0 counts as 1: torch computes the strides from the other sizes, and they can overflow.
     counts = [math.prod(size or 1 for size in shape) for shape in shapes]

@@ -134,16 +134,20 @@ def batch_of(example: Tensors, bounds: tuple[int, ...]) -> FreeSize:
     Raises:
         ModelRefused: an input has no dimension, or the first dimensions differ or are out of bounds.
     """
-    return _checked(FreeSize(BATCH, tuple((index, 0) for index in range(len(example))), *bounds), example)
+    return _checked(_batch(len(example), bounds), example)
 
 
-def parse_free_size(text: str, names: Sequence[str], example: Tensors) -> FreeSize:
+def _batch(inputs: int, bounds: tuple[int, ...]) -> FreeSize:
+    return FreeSize(BATCH, tuple((index, 0) for index in range(inputs)), *bounds)
+
+
+def parse_free_size(text: str, names: Sequence[str]) -> FreeSize:
     """Parse a free size: `ids,mask:1=2:512` is dimension 1 of `ids` and `mask`, together, from 2 to 512.
 
     A dot may replace the first colon: `ids,mask.1=2:512`. See `parse_range` for ranges.
 
     Raises:
-        ModelRefused: the text has another form, or names an input or a dimension that does not exist.
+        ModelRefused: the text has another form, or names an input that does not exist.
     """
     match = _SPEC.fullmatch(text.strip())
     if not match:
@@ -156,7 +160,19 @@ def parse_free_size(text: str, names: Sequence[str], example: Tensors) -> FreeSi
         raise ModelRefused(f"--dynamic names the input {unknown[0]!r}; expected {', '.join(names)}")
     bounds = parse_range(match[3], f"the range of --dynamic {text!r}")
     places = tuple((names.index(name), int(match[2])) for name in wanted)
-    return _checked(FreeSize(f"{wanted[0]}_{match[2]}", places, *bounds), example)
+    return FreeSize(f"{wanted[0]}_{match[2]}", places, *bounds)
+
+
+def asked_sizes(options: BuildOptions, names: Sequence[str]) -> list[FreeSize]:
+    """Return the sizes that the options let vary; no example was checked against them.
+
+    Raises:
+        ModelRefused: an option is wrong.
+    """
+    found = [parse_free_size(text, names) for text in options.dynamic_sizes]
+    if options.dynamic_batch is not None:
+        found.append(_batch(len(names), parse_range(options.dynamic_batch, "--dynamic-batch")))
+    return found
 
 
 def sizes_of(
@@ -167,10 +183,9 @@ def sizes_of(
     Raises:
         ModelRefused: an option is wrong, or does not fit the example.
     """
-    found = [parse_free_size(text, names, example) for text in options.dynamic_sizes]
-    if options.dynamic_batch is not None:
-        batch = batch_of(example, parse_range(options.dynamic_batch, "--dynamic-batch"))
-        found.append(replace(batch, low=1))  # a server may run a single row, if no other request waits
+    found = [_checked(free, example) for free in asked_sizes(options, names)]
+    # A server may run a single row, if no other request waits.
+    found = [replace(free, low=1) if free.name == BATCH else free for free in found]
     named = {where for free in found for where in free.places}
     return found + [free for free in default if named.isdisjoint(free.places)]
 

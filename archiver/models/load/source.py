@@ -26,7 +26,15 @@ from torchere.archiver.errors import ArchiveError, ModelRefused
 from torchere.archiver.models.inputs.buffers import random_ones, unsaved
 from torchere.archiver.models.inputs.examples import Example, example_of, files_of, read_example, signature_at
 from torchere.archiver.models.inputs.run import DATATYPES
-from torchere.archiver.models.inputs.sizes import BATCH, LARGEST, FreeSize, Tensors, signed_sizes, sizes_of
+from torchere.archiver.models.inputs.sizes import (
+    BATCH,
+    LARGEST,
+    FreeSize,
+    Tensors,
+    asked_sizes,
+    signed_sizes,
+    sizes_of,
+)
 from torchere.archiver.models.load.checkpoint import Weights, read_weights
 from torchere.archiver.models.load.exported_program import take_by_position, unguarded_module
 from torchere.archiver.models.load.fitting import ADAPTER, is_adapter, load_into, unwrapped
@@ -393,16 +401,17 @@ def as_in_archive(source: Source, options: BuildOptions, say: Say) -> Source:
     that one is kept; otherwise the signature's free sizes vary, too, except for a program, which has its own.
 
     Raises:
-        ModelRefused: the file holds no signature, or one with a datatype that no tensor has.
+        ModelRefused: the file holds no signature, or no example can be made of it; or an option is wrong.
     """
     path = options.example_signature
     signature = signature_at(path) if path is not None else None
     if signature is None:
         return source
-    source = replace(source, names=tuple(spec.name for spec in signature.inputs))
+    names = tuple(spec.name for spec in signature.inputs)
+    source = replace(source, names=names)
     if options.example is not None or source.example is not None:
         return source
-    example = example_of(signature).tensors
+    example = example_of(signature, asked_sizes(options, names)).tensors
     source = replace(source, example=example)
     if source.program is not None:
         return source

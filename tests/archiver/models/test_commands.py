@@ -353,7 +353,13 @@ class Masked(torch.nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("given", "most"), [("--dynamic-batch=1:8", (8, 16)), ("--dynamic=ids,mask.1=2:8", (64, 8))]
+    ("given", "most"),
+    [
+        ("--dynamic-batch=1:8", (8, 16)),
+        ("--dynamic=ids,mask.1=2:8", (64, 8)),
+        ("--dynamic-batch=4:8", (8, 16)),  # the made-up example has sizes of the range
+        ("--dynamic=ids,mask.1=4:8", (64, 8)),
+    ],
 )
 def test_convert_keeps_the_free_sizes_of_a_program_that_no_option_names(
     archive_of: Command, tmp_path: Path, capsys: Any, *, given: str, most: tuple[int, int]

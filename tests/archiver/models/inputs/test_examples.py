@@ -17,6 +17,7 @@ from PIL import Image
 
 from torchere.archiver.errors import ModelRefused
 from torchere.archiver.models.inputs.examples import (
+    Example,
     check_against,
     example_of,
     files_of,
@@ -242,6 +243,8 @@ MASKED = (Limit(0, least=3, most=96, multiple=4), Limit(1, least=5, most=40, nam
         ({"dynamic_batch": "1:8"}, ["ids,mask.1=5:32"]),
         ({"dynamic_sizes": ("mask.0=1:200",)}, ["ids,mask.1=5:32"]),
         ({"dynamic_sizes": ("ids,mask.1=2:512",)}, ["ids,mask.0=1:80:8"]),
+        ({"dynamic_sizes": ("ids,mask.1=20:512",)}, ["ids,mask.0=1:80:8"]),
+        ({"dynamic_sizes": ("mask.1=20:512",), "dynamic_batch": "32:64"}, []),
         ({"example": Path("ids.json")}, []),
     ],
 )
@@ -287,8 +290,15 @@ def test_an_example_from_a_signature_has_sizes_in_its_limits() -> None:
         TensorSpec("mask", "BOOL", (-1, -1), (Limit(0, most=1), *MASKED[1:])),
         TensorSpec("image", "FP32", (-1, 3, -1), (Limit(2, least=33, most=640, multiple=32),)),
     )
-    example = example_of(Signature(specs, specs))
-    assert [tuple(tensor.shape) for tensor in example.tensors] == [(1, 5), (1, 5), (1, 3, 64)]
+    signature, sides = Signature(specs, specs), FreeSize("image_2", ((2, 2),), 96, 512, 32)
+    assert shapes_of(example_of(signature)) == [(1, 5), (1, 5), (1, 3, 64)]
+    lengths = [FreeSize("mask_1", ((1, 1),), low, 9) for low in (2, 7)]
+    assert shapes_of(example_of(signature, [lengths[0], sides])) == [(1, 5), (1, 5), (1, 3, 96)]
+    assert shapes_of(example_of(signature, [lengths[1]])) == [(1, 7), (1, 7), (1, 3, 64)]
+
+
+def shapes_of(example: Example) -> list[tuple[int, ...]]:
+    return [tuple(tensor.shape) for tensor in example.tensors]
 
 
 @pytest.mark.parametrize(

@@ -15,9 +15,10 @@ from torch import nn
 
 from torchere.archiver import open_archive
 from torchere.archiver.errors import ModelRefused
-from torchere.archiver.models.inputs.sizes import TOKENS, FreeSize, parse_free_size, parse_range
+from torchere.archiver.models.inputs.sizes import TOKENS, FreeSize, parse_free_size, parse_range, sizes_of
 from torchere.archiver.models.probe.derive import signature_of
 from torchere.archiver.models.probe.free_sizes import with_other_sizes
+from torchere.archiver.request import BuildOptions
 from torchere.archiver.signature import Limit, Signature, TensorSpec, parse
 
 Pack = Callable[..., Path]
@@ -55,7 +56,7 @@ MODELS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], str, str]] = {
 
 
 def free(text: str) -> FreeSize:
-    return parse_free_size(text, ["x"], WAVE)
+    return parse_free_size(text, ["x"])
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -150,7 +151,7 @@ def test_ranges_without_a_size_are_refused(text: str) -> None:
 
 def test_the_size_of_the_example_is_one_of_the_range() -> None:
     with pytest.raises(ModelRefused, match=r"in the example is 64; expected one of 48\*k"):
-        free("x.1=48*k")
+        sizes_of(BuildOptions(dynamic_sizes=("x.1=48*k",)), ["x"], WAVE)
 
 
 def test_limits_and_what_is_no_batch_survive_the_file() -> None:
@@ -302,7 +303,7 @@ def test_sizes_below_what_the_example_counts_to_are_tried_with_zeros() -> None:
         return torch.zeros_like(nodes).index_add(0, edges[1], nodes[edges[0]])
 
     example = (torch.rand(6, 3), torch.tensor([[0, 5, 2, 3], [1, 2, 5, 4]]))
-    sizes = [parse_free_size(text, ["nodes", "edges"], example) for text in ("nodes.0=1:50", "edges.1=1:80")]
+    sizes = [parse_free_size(text, ["nodes", "edges"]) for text in ("nodes.0=1:50", "edges.1=1:80")]
     made = signature_of(neighbours, example, ["nodes", "edges"], sizes, probe_batch=False)
     assert [spec.shape for spec in (*made.inputs, *made.outputs)] == [(-1, 3), (2, -1), (-1, 3)]
 
@@ -310,7 +311,7 @@ def test_sizes_below_what_the_example_counts_to_are_tried_with_zeros() -> None:
 @pytest.mark.parametrize("dtype", [torch.uint16, torch.uint32, torch.uint64])
 def test_unsigned_numbers_are_tried_in_other_sizes(dtype: torch.dtype) -> None:
     example = (torch.tensor([[3, 0, 2, 1], [1, 2, 3, 0]]).to(dtype),)
-    sizes = [parse_free_size("x.1=2:8", ["x"], example)]
+    sizes = [parse_free_size("x.1=2:8", ["x"])]
     made = signature_of(lambda x: x.to(torch.float32), example, ["x"], sizes, probe_batch=False)
     assert [spec.shape for spec in (*made.inputs, *made.outputs)] == [(2, -1), (2, -1)]
 
@@ -322,7 +323,7 @@ def test_a_compiled_model_that_ends_its_process_on_a_wrong_number_is_not_given_o
         return torch.zeros_like(nodes).index_add(0, edges[1], nodes[edges[0]])
 
     example = (torch.rand(6, 3), torch.tensor([[0, 5, 2, 3], [1, 2, 5, 4]]))
-    sizes = [parse_free_size(text, ["nodes", "edges"], example) for text in ("nodes.0=1:50", "edges.1=1:80")]
+    sizes = [parse_free_size(text, ["nodes", "edges"]) for text in ("nodes.0=1:50", "edges.1=1:80")]
     made = signature_of(neighbours, example, ["nodes", "edges"], sizes, probe_batch=False)
     assert [spec.shape for spec in made.outputs] == [(-1, 3)]
 
