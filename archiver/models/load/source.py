@@ -428,9 +428,10 @@ def _sizes_in_archive(
     """
     signed, names = signed_sizes(signature), [spec.name for spec in signature.inputs]
     if signed and signed[0].name == BATCH and signed[0].high == LARGEST:
-        # For TorchScript, other batches are tried without an option; a program needs a largest batch.
-        is_program = options.model_format in (EXPORT, AOTI)
-        signed[:1] = [replace(signed[0], high=signed[0].smallest(_BATCH))] if is_program else []
+        if options.model_format in (EXPORT, AOTI):  # a program has a largest batch
+            signed[0] = replace(signed[0], high=signed[0].smallest(_BATCH))
+        elif signed[0].multiple == 1:  # TorchScript is tried with other batches without an option
+            del signed[0]
     kept = tuple(free for free in sizes_of(options, names, example, signed) if free in signed)
     if kept:
         told = ", ".join(f"{free.option(names)}={free.text}" for free in kept)

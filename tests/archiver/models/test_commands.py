@@ -376,6 +376,25 @@ def test_convert_keeps_the_free_sizes_of_a_program_that_no_option_names(
         assert tuple(limit.most for limit in sorted(spec.limits, key=lambda one: one.dimension)) == most
 
 
+class Quads(torch.nn.Module):
+    """Takes rows in fours."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.reshape(-1, 4, x.shape[1]).reshape(x.shape)
+
+
+def test_convert_keeps_a_batch_in_multiples(archive_of: Command, tmp_path: Path, capsys: Any) -> None:
+    torch.jit.script(Quads()).save(str(tmp_path / "quads.pt"))
+    torch.save(torch.rand(4, 3), tmp_path / "x.pt")
+    packed = (f"--serialized-file={tmp_path}/quads.pt", f"--example={tmp_path}/x.pt")
+    assert not archive_of(*packed, "--dynamic-batch=4*k"), capsys.readouterr().err
+    old, new = tmp_path / "net.mar", tmp_path / "new.mar"
+    assert main(["convert", str(old), "--to=torchscript", "-o", str(new), "--no-verify"]) == 0
+    was, now = (parse(open_archive(path).read_text("signature.json")) for path in (old, new))
+    assert now.batched
+    assert now == was
+
+
 class Distances(torch.nn.Module):
     """Takes any two counts of points."""
 

@@ -258,18 +258,20 @@ def test_sizes_that_an_archive_leaves_free_vary_in_its_limits_unless_an_option_n
 
 
 @pytest.mark.parametrize(
-    ("model_format", "shape", "one_by_one", "wanted"),
+    ("model_format", "spec", "one_by_one", "wanted"),
     [
-        ("export", (-1, 3), False, ["1:64"]),
-        ("torchscript", (-1, 3), False, []),  # tried without being told
-        ("export", (-1, 3), True, ["1:"]),
-        ("export", (-1, -1), False, ["1:64", "1:"]),
+        ("export", {"shape": (-1, 3)}, False, ["1:64"]),
+        ("torchscript", {"shape": (-1, 3)}, False, []),  # tried without being told
+        ("torchscript", {"shape": (-1, 3), "limits": (Limit(0, multiple=4),)}, False, ["4*k"]),
+        ("export", {"shape": (-1, 3), "limits": (Limit(0, multiple=5),)}, False, ["1:65:5"]),
+        ("export", {"shape": (-1, 3)}, True, ["1:"]),
+        ("export", {"shape": (-1, -1)}, False, ["1:64", "1:"]),
     ],
 )
 def test_a_batch_has_a_largest_size_in_a_program(
-    tmp_path: Path, model_format: str, shape: tuple[int, ...], one_by_one: bool, wanted: list[str]
+    tmp_path: Path, model_format: str, spec: dict[str, Any], one_by_one: bool, wanted: list[str]
 ) -> None:
-    inputs = (TensorSpec("x:0", "FP32", shape),)
+    inputs = (TensorSpec("x:0", "FP32", **spec),)
     found = sizes_in_archive(tmp_path, inputs, one_by_one=one_by_one, model_format=model_format)
     assert [free.text for free in found] == wanted
     assert all(free.name.isidentifier() for free in found)
