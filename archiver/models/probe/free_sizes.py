@@ -140,17 +140,25 @@ def _advice(trial: Trial, free: FreeSize, option: str) -> str:
     now = free.size_in(trial.example)
     narrower = _narrower(free, now, free.far_sizes(trial.example), runs)
     has_option = len({dimension for _, dimension in free.places}) == 1
+    together = ", or name all inputs of this size in one --dynamic" if _is_shared(free, trial.example) else ""
     if narrower is not None and has_option:
-        return f"it was found to run with --dynamic {option}={narrower.text}"
+        return f"it was found to run with --dynamic {option}={narrower.text}{together}"
     only = f"it was found to run with {now if narrower is None else narrower.text} only"
     if free.name in (TOKENS, DECODER_TOKENS):  # they vary without an option
         return f"{only}: give --example, which fixes the length"
-    together = ", name all inputs of this size in one --dynamic" if len(trial.example) > 1 else ""
     leave = f"leave --dynamic {option} out{together}, or, " if has_option else ""
     return (
         f"{only}: {leave}if an exported program lets this size vary, export it with a fixed one; if an "
         "archive's signature does, give --example, which fixes it"
     )
+
+
+def _is_shared(free: FreeSize, example: Tensors) -> bool:
+    """Return whether another input of the example has the same size in the same dimension."""
+    index, dimension = free.places[0]
+    size = example[index].shape[dimension : dimension + 1]
+    alike = {at for at, tensor in enumerate(example) if tensor.shape[dimension : dimension + 1] == size}
+    return bool(alike - {at for at, _ in free.places})
 
 
 def _narrower(free: FreeSize, now: int, far: list[int], runs: Callable[[int], bool]) -> FreeSize | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -77,9 +78,13 @@ def test_a_model_of_one_size_says_to_leave_the_option_out() -> None:
         signature_of(lambda x: x.reshape(-1, 64), WAVE, ["x"], [free("x.1=1:99")], probe_batch=False)
 
 
-def test_sizes_of_two_inputs_that_must_be_equal_say_to_name_them_together() -> None:
-    example, sizes = (torch.rand(3, 2), torch.rand(3, 2)), [FreeSize("x_0", ((0, 0),), 2, 64)]
-    with pytest.raises(ModelRefused, match=r"with 3 only: leave --dynamic x\.0 out, name all inputs of this"):
+@pytest.mark.parametrize(
+    ("rows", "advice"),
+    [(3, "3 only: leave --dynamic x.0 out"), (2, "--dynamic x.0=1:2")],  # 1 is broadcast
+)
+def test_sizes_of_two_inputs_that_must_be_equal_say_to_name_them_together(rows: int, advice: str) -> None:
+    example, sizes = (torch.rand(rows, 2), torch.rand(rows, 2)), [FreeSize("x_0", ((0, 0),), 1, 64)]
+    with pytest.raises(ModelRefused, match=re.escape(f"to run with {advice}, or name all inputs of this")):
         signature_of(lambda x, y: x + y, example, ["x", "y"], sizes, probe_batch=False)
 
 
