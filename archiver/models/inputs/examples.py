@@ -246,8 +246,8 @@ def read_samples(
 def example_of(signature: Signature, asked: Sequence[FreeSize] = ()) -> Example:
     """Make an example for a signature's inputs: random floats 0 to 1, whole numbers 0, free sizes 2.
 
-    A free size that can't be 2 is the next larger size that its limits allow, or else the smallest one. A size
-    in `asked`, the sizes that the user lets vary, is in its range, too.
+    A free size that can't be 2 is the next larger size that its limits allow, or else the smallest one. A
+    size in `asked`, the sizes that the user lets vary, is in its range, too.
 
     Raises:
         ModelRefused: an input has a datatype that no tensor has, or the inputs take too much memory.
