@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import dataclasses
 import io
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -141,9 +140,10 @@ class Candidate:
     """A model quantised by one method, measured on every engine."""
 
     packed: bytes  # TorchScript
-    measured: tuple[Measured, ...]
     note: str
-    kept: tuple[str, ...] = ()  # layers left in fp32
+    measured: tuple[Measured, ...] = ()
+    read: frozenset[str] = frozenset()  # layers left in fp32, as the model's own code reads their weights
+    kept: tuple[str, ...] = ()  # layers left in fp32, as they hurt most
 
     def best(self, max_drift: float) -> Measured | None:
         """Return the best measurement of this candidate alone; None if no engine runs it."""
@@ -168,8 +168,7 @@ class Maker:
 
     def candidate(self, method: str) -> Candidate:
         """Quantise the model by this method; if it drifts too far, leave the most harmful layers in fp32."""
-        packed, note = self._packed(method, frozenset(), self.samples)
-        plain = self._measured(method, packed, note)
+        plain = self._measured(method, self._packed(method, frozenset(), self.samples))
         best, wanted = plain.best(self.max_drift), min(self.max_drift, WANTED_DRIFT)
         if best is None or best.drift <= wanted or method not in _MIXABLE:
             return plain
@@ -180,42 +179,47 @@ class Maker:
         return self._mixed(plain, best, wanted)
 
     def _mixed(self, plain: Candidate, best: Measured, wanted: float) -> Candidate:
-        made: dict[frozenset[str], tuple[bytes, str]] = {}
+        made: dict[frozenset[str], Candidate] = {}
         judge = _judge(self.model, self.judged)
         few = spread(self.samples, _SEARCHED)
 
         def drift_with(kept: frozenset[str]) -> float:
             made[kept] = self._packed(best.method, kept, few)
             with torch.inference_mode():
-                drift = judge(load_script(io.BytesIO(made[kept][0]), check=False, engine=best.engine))
+                drift = judge(load_script(io.BytesIO(made[kept].packed), check=False, engine=best.engine))
             self.say(f"{best.method}: drift {drift:.2g} with {len(kept)} layers in fp32")
             return drift
 
-        kept = search(*self._layers(best.method), best.drift, wanted, drift_with)
+        kept = search(*self._layers(best.method, plain.read), best.drift, wanted, drift_with)
         if not kept:
             return plain
         is_final = len(few) == len(self.samples)
-        packed, note = made[kept] if is_final else self._packed(best.method, kept, self.samples)
+        mixed = made[kept] if is_final else self._packed(best.method, kept, self.samples)
+        names = tuple(sorted(kept))
         told = (
-            f"{note}; in fp32, as they hurt most: {', '.join(sorted(kept))} (drift {best.drift:.2g} without)"
+            f"{mixed.note}; in fp32, as they hurt most: {', '.join(names)} (drift {best.drift:.2g} without)"
         )
-        return dataclasses.replace(self._measured(best.method, packed, told), kept=tuple(sorted(kept)))
+        return self._measured(best.method, replace(mixed, note=told, kept=names))
 
-    def _layers(self, method: str) -> tuple[list[Sensitive], float]:
-        """Return the layers that may stay in fp32, and the limit of their weights in total."""
+    def _layers(self, method: str, read: Collection[str]) -> tuple[list[Sensitive], float]:
+        """Return the int8 layers that may be left in fp32, and the limit of their weights in total.
+
+        The layers in `read` are in fp32 in any case.
+        """
         module = self._folded(method)
         few = spread(self.judged, _RANKED)
         rows = [tuple(tensor[:1] for tensor in one) for one in few] if self.model.signature.batched else few
         weights = sum(parameter.numel() for parameter in self.model.module.parameters())
-        return sensitivities(module, rows, _MIXABLE[method], self.say), MOST_KEPT * weights
+        layers = sensitivities(module, rows, _MIXABLE[method], self.say)
+        return [one for one in layers if one.name not in read], MOST_KEPT * weights
 
     def _folded(self, method: str) -> nn.Module:
         """Return the model whose layers the method changes, with the names that it uses for them."""
         module, given = self.opened.module, (*self.samples, self.model.example)
         return fold(module, given[0]).module if method == "int8-static" else module
 
-    def _packed(self, method: str, kept: Collection[str], samples: Samples) -> tuple[bytes, str]:
-        """Return the quantised model as TorchScript, with the `kept` layers in fp32, and a note."""
+    def _packed(self, method: str, kept: Collection[str], samples: Samples) -> Candidate:
+        """Return the quantised model with the `kept` layers in fp32; it is not yet measured."""
         try:
             return self._compiled(method, kept, samples)
         # Broad: the model's own code may raise any error where a layer in int8 lacks an attribute.
@@ -226,11 +230,12 @@ class Maker:
         for more in (read, read | embeddings):  # an embedding in int8 lacks `padding_idx`, too
             if not more <= set(kept):
                 try:
-                    packed, note = self._compiled(method, more | set(kept), samples)
+                    made = self._compiled(method, more | set(kept), samples)
                 except Exception as error:
                     failure = error
                 else:
-                    return packed, f"{note}; {KEPT_AS_READ} {', '.join(sorted(more))}"
+                    note = f"{made.note}; {KEPT_AS_READ} {', '.join(sorted(more))}"
+                    return replace(made, note=note, read=more)
         raise failure
 
     def _read_elsewhere(self, method: str, embeddings: Collection[str]) -> frozenset[str]:
@@ -241,7 +246,7 @@ class Maker:
         with plain_attention():
             return frozenset(read_elsewhere(module, self.model.example, layers))
 
-    def _compiled(self, method: str, kept: Collection[str], samples: Samples) -> tuple[bytes, str]:
+    def _compiled(self, method: str, kept: Collection[str], samples: Samples) -> Candidate:
         # Any engine works here: the weights are packed again when they are loaded.
         with using(supported()[-1]):
             module, note = _CONVERTERS[method](self.opened.module, samples, kept, self.say)
@@ -250,14 +255,13 @@ class Maker:
         if method == "int8-dynamic":
             fuse_relu(script)
         opened = self.opened.attentions
-        return saved(script), f"{note}; attention of {opened} layers opened" if opened else note
+        return Candidate(saved(script), f"{note}; attention of {opened} layers opened" if opened else note)
 
-    def _measured(self, method: str, packed: bytes, note: str) -> Candidate:
+    def _measured(self, method: str, made: Candidate) -> Candidate:
         self.say(f"{method}: timing it on {len(supported())} engines")
         calls = shapes_of(self.timed or self.judged, self.model.signature.batched)
-        return Candidate(
-            packed, tuple(measured(method, packed, _judge(self.model, self.judged), calls)), note
-        )
+        found = measured(method, made.packed, _judge(self.model, self.judged), calls)
+        return replace(made, measured=tuple(found))
 
 
 @contextlib.contextmanager

@@ -118,6 +118,43 @@ def test_a_layer_that_int8_ruins_goes_back_to_fp32_and_the_notes_say_so(
     assert "in fp32, as they hurt most: first (drift" in made.notes[0]
 
 
+class Read(nn.Module):
+    """Reads the weight of its second layer; one value spoils the first, and `factor` times it the second."""
+
+    def __init__(self, factor: float, rows: int, others: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.spoilt, self.read = nn.Linear(64, 16), nn.Linear(64, rows)
+        self.last, self.factor = nn.Linear(63, others) if others else nn.Identity(), factor
+        with torch.no_grad():
+            self.spoilt.weight[:, 0] = self.read.weight[:, 0] = 0.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        large, small = x[:, :1], x[:, 1:]
+        read = torch.cat([self.factor * large, small], 1)
+        found = self.read(read) + 0 * nn.functional.linear(read, self.read.weight)
+        return torch.cat([self.spoilt(x), found[:, :16], 0.01 * self.last(small)[:, :1]], 1)
+
+
+@needs_engine
+@pytest.mark.parametrize("method", ["int8-dynamic", "int8-static"])
+@pytest.mark.parametrize(("network", "kept"), [(Read(5.0, 16, 512), ("spoilt",)), (Read(0.0, 512, 0), ())])
+def test_a_layer_that_is_in_fp32_as_its_weight_is_read_is_not_searched_for(
+    method: str, network: Read, kept: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(quantise_candidates, "_BUDGET_S", 0.01)
+    torch.manual_seed(0)
+    x = torch.randn(8, 64)
+    x[:, 0] = 500.0
+    signature = Signature((TensorSpec("x", "FP32", (-1, 64)),), ())
+    model = LoadedModel(network.eval(), (x,), signature, Path("model.py"))
+
+    made = quantise(model, method, [(x,)])
+
+    assert made.kept == kept
+    assert "in fp32, as the model's own code reads them: read" in made.notes[0]
+
+
 def drift(model: LoadedModel, made: Quantised, samples: list[tuple[torch.Tensor, ...]]) -> float:
     with torch.inference_mode():
         return difference(((model.module(*one),), (made.module(*one),)) for one in samples).drift
