@@ -66,7 +66,11 @@ class _Reads(TorchFunctionMode):
         for given in tree_leaves((args, kwargs)):
             layers = self._layers.get(id(given), {})
             if layers and not any(layer in self.running for layer in layers.values()):
-                has_values = any(isinstance(one, torch.Tensor) for one in tree_leaves(result))
+                # `x.to(weight)` takes the type and the device of the weight. `x.type_as(weight)` and the like
+                # count as reads of values, because frozen TorchScript keeps their whole operand in fp32.
+                is_type = func == torch.Tensor.to and args[0] is not given
+                makes_tensor = any(isinstance(one, torch.Tensor) for one in tree_leaves(result))
+                has_values = makes_tensor and not is_type
                 self.found |= {name: has_values or self.found.get(name, False) for name in layers}
         return result
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional
 
+from torchere.archiver.models.convert.torchscript import to_torchscript
 from torchere.archiver.models.inputs.run import LoadedModel
-from torchere.archiver.models.load.torchscript import supported
+from torchere.archiver.models.load.torchscript import saved, supported
 from torchere.archiver.models.load.weight_only import Int8Linear
 from torchere.archiver.models.quantize import candidates as quantise_candidates
 from torchere.archiver.models.quantize.methods import quantise
@@ -54,6 +57,38 @@ def test_reads_of_values_are_told_from_reads_of_a_type_and_the_model_stays_as_it
     assert read_elsewhere(model, (torch.randn(2, 256),), layers) == {"encoder": True, "typed": False}
     assert not any("forward" in vars(layer) for layer in layers.values())
     assert model.calls == 0
+
+
+class Used(nn.Module):
+    """Passes its output and the weight of its layer to a function."""
+
+    def __init__(self, use: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.layer, self.use = nn.Linear(256, 256), use
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.use(self.layer(x), self.layer.weight)
+
+
+@pytest.mark.parametrize(
+    ("use", "has_values"),
+    [
+        (lambda x, weight: x.to(weight), False),
+        (lambda x, weight: x + weight.to(x)[0], True),
+        (lambda x, weight: x.type_as(weight), True),  # the trace has the weight for its operand
+    ],
+)
+def test_a_weight_whose_type_a_tensor_gets_is_not_read(use: Callable[..., Any], has_values: bool) -> None:
+    model = Used(use)
+    assert read_elsewhere(model, (torch.randn(2, 256),), {"layer": model.layer}) == {"layer": has_values}
+
+
+def test_torchscript_holds_no_weight_in_fp32_for_its_type() -> None:
+    module, x = Used(lambda x, weight: x.to(weight)).eval(), torch.randn(2, 256)
+    model = LoadedModel(module, (x,), Signature((), ()), Path("model.py"))
+    made = quantise(model, "int8-weight", [(x,)])
+    with torch.no_grad():
+        assert len(saved(to_torchscript(made.module, (x,)))) < 2 * module.layer.weight.numel()
 
 
 def test_all_layers_with_a_common_weight_are_read() -> None:
