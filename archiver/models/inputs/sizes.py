@@ -241,10 +241,15 @@ def resized(example: Tensors, free: FreeSize, size: int) -> Tensors:
 
 
 def without_ones(tensor: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
-    """Return the tensor with its free dimensions of size 1 doubled: torch.export takes 1 for a constant."""
+    """Return the tensor with its free dimensions of size 1 doubled: torch.export takes 1 for a constant.
+
+    Those of one multiple are doubled, too, because a model may reshape them into their multiples, of which
+    there would be 1.
+    """
     for dimension, wanted in enumerate(spec.shape):
-        if wanted == ANY and tensor.shape[dimension] == 1:
-            tensor = tensor.repeat_interleave(2, dimension)
+        limit, size = common_limit(spec.limits_of(dimension)), tensor.shape[dimension]
+        if wanted == ANY and size == limit.multiple and limit.takes(2 * size):
+            tensor = torch.cat([tensor, tensor], dimension)
     return tensor
 
 

@@ -134,17 +134,11 @@ def times_by_batch(
     """
     found: list[dict[int, float]] = [{} for _ in models]
     for size in sizes if batched else (1,):
-        calls = _calls(samples, size) if batched else shapes_of(samples, batched=False)
+        calls = shapes_of(samples, batched, size)
         times = [processor_ms(models, call, budget_s / len(calls)) for call in calls]
         for index, by_size in enumerate(found):
             by_size[size] = sum(one[index] for one in times) / len(times)
     return found
-
-
-def _calls(samples: Samples, size: int) -> list[tuple[torch.Tensor, ...]]:
-    """Return a batch of this size for each of up to three shapes among the samples."""
-    rows = shapes_of(samples, batched=True)
-    return [batch_of([one for one in samples if _fits(one, row)], size) for row in rows]
 
 
 def _fits(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> bool:
@@ -166,13 +160,16 @@ def batch_of(samples: Samples, size: int) -> tuple[torch.Tensor, ...]:
     )
 
 
-def shapes_of(samples: Samples, batched: bool) -> list[tuple[torch.Tensor, ...]]:
+def shapes_of(samples: Samples, batched: bool, size: int = 1) -> list[tuple[torch.Tensor, ...]]:
     """Return the arguments of one call for each of up to three different shapes among the samples.
 
-    Calls have one row if `batched`. The first sample's shape comes first.
+    Calls have `size` rows if `batched`. The first sample's shape comes first.
     """
     rows = [tuple(tensor[:1] for tensor in one) for one in samples] if batched else list(samples)
     by_shape = {tuple(tensor.shape for tensor in row): row for row in reversed(rows)}
     first = tuple(tensor.shape for tensor in rows[0])
     others = [row for shape, row in by_shape.items() if shape != first]
-    return [rows[0], *spread(others, _SHAPES - 1)]
+    found = [rows[0], *spread(others, _SHAPES - 1)]
+    if not batched:
+        return found
+    return [batch_of([one for one in samples if _fits(one, row)], size) for row in found]

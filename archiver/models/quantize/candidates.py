@@ -24,7 +24,7 @@ from torchere.archiver.models.fold.convolutions import fold
 from torchere.archiver.models.inputs.examples import spread
 from torchere.archiver.models.inputs.run import LoadedModel
 from torchere.archiver.models.load.torchscript import load_script, saved, supported, using
-from torchere.archiver.models.measure.cost import Samples, processor_ms, shapes_of
+from torchere.archiver.models.measure.cost import Samples, batch_sizes, processor_ms, shapes_of
 from torchere.archiver.models.measure.difference import answers, difference
 from torchere.archiver.models.quantize.dynamic import dynamic, fuse_relu, large_embeddings, trained
 from torchere.archiver.models.quantize.reads import KEPT_AS_READ, read_elsewhere
@@ -48,7 +48,7 @@ class Measured:
 
     method: str  # "int8-static", "int8-dynamic"
     engine: str
-    latency_ms: float  # processor time of one row, the mean over different shapes; 0 when it failed
+    latency_ms: float  # processor time of one call, the mean over different shapes; 0 when it failed
     drift: float  # of its outputs from those in fp32, see Difference.drift; infinite when it failed
     failure: str = ""  # why it does not run
 
@@ -97,7 +97,7 @@ def measured(
         method: name of the method, for the records.
         packed: TorchScript with int8 weights.
         judge: returns the drift of a model from fp32.
-        calls: arguments of one row each, one of them for each shape to time the model with.
+        calls: arguments, one of them for each shape to time the model with.
     """
     found = {engine: Measured(method, engine, 0.0, float("inf")) for engine in supported()}
     running: dict[str, Any] = {}
@@ -130,7 +130,7 @@ _MIXABLE: dict[str, tuple[type[nn.Module], ...]] = {
     "int8-static": LAYERS,
 }
 _JUDGED = 32  # rows for the comparison of engines; verification uses all rows later
-_RANKED = 4  # samples for the ranking of layers by drift; of one row each if they have batches
+_RANKED = 4  # samples for the ranking of layers by drift; of the fewest rows each if they have batches
 _SEARCHED = 32  # samples to calibrate on while layers are searched for; the packed model sees all of them
 _BUDGET_S = 1.5  # timing budget of all engines together, for each shape
 
@@ -208,9 +208,10 @@ class Maker:
         """
         module = self._folded(method)
         few = spread(self.judged, _RANKED)
-        rows = [tuple(tensor[:1] for tensor in one) for one in few] if self.model.signature.batched else few
+        if self.model.signature.batched:
+            few = [tuple(tensor[: _least_rows(self.model)] for tensor in one) for one in few]
         weights = sum(parameter.numel() for parameter in self.model.module.parameters())
-        layers = sensitivities(module, rows, _MIXABLE[method], self.say)
+        layers = sensitivities(module, few, _MIXABLE[method], self.say)
         return [one for one in layers if one.name not in read], MOST_KEPT * weights
 
     def _folded(self, method: str) -> nn.Module:
@@ -259,7 +260,7 @@ class Maker:
 
     def _measured(self, method: str, made: Candidate) -> Candidate:
         self.say(f"{method}: timing it on {len(supported())} engines")
-        calls = shapes_of(self.timed or self.judged, self.model.signature.batched)
+        calls = shapes_of(self.timed or self.judged, self.model.signature.batched, _least_rows(self.model))
         found = measured(method, made.packed, _judge(self.model, self.judged), calls)
         return replace(made, measured=tuple(found))
 
@@ -326,8 +327,14 @@ def some_of(model: LoadedModel, samples: Samples) -> list[tuple[torch.Tensor, ..
     chosen = spread(samples, _JUDGED)
     if not model.signature.batched:
         return list(chosen)
-    rows = max(1, _JUDGED // len(chosen))
+    least = _least_rows(model)
+    rows = least * max(1, _JUDGED // len(chosen) // least)
     return [tuple(tensor[:rows] for tensor in sample) for sample in chosen]
+
+
+def _least_rows(model: LoadedModel) -> int:
+    """Return the fewest rows of a batch: one, or the least multiple of rows that belong together."""
+    return batch_sizes(model.signature)[0]
 
 
 # Mixed precision: when int8 drifts too far, the layers that hurt most go back to fp32.

@@ -243,7 +243,7 @@ def _notes(candidate: Candidate, chosen: Measured) -> tuple[str, ...]:
     ranked = sorted(candidate.measured, key=lambda one: (bool(one.failure), one.latency_ms))
     return (
         f"{chosen.method}: {candidate.note}",
-        "engines: " + ", ".join(one.note for one in ranked) + " (processor time of one row)",
+        "engines: " + ", ".join(one.note for one in ranked) + " (processor time of one call)",
         f"chosen: {chosen.method} on {chosen.engine}, drift {chosen.drift:.2g}",
     )
 

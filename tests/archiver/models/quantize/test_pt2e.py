@@ -21,7 +21,7 @@ from torchere.archiver.models.inputs.run import LoadedModel
 from torchere.archiver.models.inputs.sizes import FreeSize
 from torchere.archiver.models.measure.difference import difference
 from torchere.archiver.models.quantize.methods import quantise
-from torchere.archiver.signature import Signature, TensorSpec
+from torchere.archiver.signature import Limit, Signature, TensorSpec
 
 needs_torchao = pytest.mark.skipif(
     importlib.util.find_spec("torchao") is None, reason="torchao is not installed (extra quantize)"
@@ -140,6 +140,31 @@ def test_other_free_sizes_than_the_batch_stay_free() -> None:
     other = torch.rand(3, 4, 47)
     with torch.no_grad():
         assert difference([((network(other),), (program.module()(other),))]).drift < 0.1
+
+
+class Fours(nn.Module):
+    """Computes with four rows at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.layer(x.view(-1, 4, 8))
+        return found.view(-1, 8)
+
+
+@needs_torchao
+@pytest.mark.parametrize("method", ["int8-static", "int8-dynamic"])
+def test_a_batch_in_multiples_of_the_example_stays_free(method: str) -> None:
+    torch.manual_seed(0)
+    spec = (TensorSpec("x", "FP32", (-1, 8), (Limit(0, multiple=4),)),)
+    model = LoadedModel(Fours().eval(), (torch.rand(4, 8),), Signature(spec, ()), Path("net.py"))
+    made = quantise(model, method, [model.example], target="export")
+    program = to_program(made.module, model.example, [FreeSize("batch", ((0, 0),), 1, 64, 4)])
+    other = torch.rand(12, 8)
+    with torch.no_grad():
+        assert difference([((model.module(other),), (program.module()(other),))]).drift < 0.1
 
 
 @needs_torchao
