@@ -61,6 +61,7 @@ def to_torchscript(
             differs, too, or does not compile.
         Exception: any error of torch's compiler.
     """
+    forget_stale_operators()
     with readable_properties(module):
         if isinstance(module, torch.jit.ScriptModule):
             made = _frozen(module, example)
@@ -70,6 +71,23 @@ def to_torchscript(
             made = _traced_or_scripted(module, example, sizes, only_trace, say)
     check_states(made)
     return made
+
+
+def forget_stale_operators() -> None:
+    """Remove the entries of operators that are gone from the table in which torch's compiler finds operators.
+
+    The table has the `id` of each. When a library adds an overload to an operator, as the import of torch's
+    int8 operators does, torch makes a new object and keeps the `id` of the old one. The compiler takes an
+    attribute of a module that gets this `id` for the operator, and refuses the module.
+    """
+    table: dict[int, str] = getattr(getattr(torch.jit, "_builtins", None), "_builtin_table", None) or {}
+    for key, name in list(table.items()):
+        namespace, _, own_name = name.partition("::")
+        if namespace in ("aten", "prim"):  # functions of Python have some of these names, too
+            continue
+        present = getattr(vars(getattr(torch.ops, namespace)).get(own_name), "_op", None)
+        if present is not None and id(present) != key:
+            del table[key]
 
 
 def _frozen(compiled: torch.jit.ScriptModule, example: Tensors) -> torch.jit.ScriptModule:

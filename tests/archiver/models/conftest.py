@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from torchere.archiver import open_archive
 from torchere.archiver.commands import pack_model
+from torchere.archiver.models.convert.torchscript import forget_stale_operators
 from torchere.archiver.models.measure import cost
 from torchere.archiver.request import ArchiveRequest, BuildOptions
 from torchere.archiver.writer import Progress
@@ -78,6 +79,7 @@ def forms(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forms]:
     sys.path.insert(0, str(folder))
     import net_module  # type: ignore[import-not-found]
 
+    forget_stale_operators()
     torch.manual_seed(0)
     module = net_module.Net()
     module(torch.rand(32, 8))  # gives the normalisation statistics of its own
@@ -143,6 +145,12 @@ def memory_is_not_measured(request: pytest.FixtureRequest, monkeypatch: pytest.M
 def few_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Time models in 40 rounds at most: 400 take up to 3 s of processor time where a model is packed."""
     monkeypatch.setattr(cost, "_MOST", 40)
+
+
+@pytest.fixture(autouse=True)
+def no_stale_operators() -> None:
+    """Let tests call torch's compiler, which fails by chance after the imports of others."""
+    forget_stale_operators()
 
 
 Pack = Callable[..., Path]
