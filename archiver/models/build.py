@@ -419,7 +419,8 @@ class _Compilation:
         if not is_open or not may_gain(run, signature):
             return load
         with step(self.say, "optimising for inference, to compare"):
-            gain = measured_gain(packed.file, job.timed, batched=signature.batched)
+            sizes = batch_sizes(signature)
+            gain = measured_gain(packed.file, job.timed, batched=signature.batched, sizes=sizes)
         if gain is None:
             self.say("optimize_for_inference: the model does not run so; not taken")
             return load

@@ -9,7 +9,7 @@ is dynamic.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from torchere.archiver.models.load.torchscript import (
     load_script,
     optimized,
 )
-from torchere.archiver.models.measure.cost import Samples, times_by_batch, told_times
+from torchere.archiver.models.measure.cost import BATCH_SIZES, Samples, times_by_batch, told_times
 from torchere.archiver.models.measure.difference import answers, difference
 from torchere.archiver.quantization import SAME_DRIFT
 from torchere.archiver.signature import ANY, Signature
@@ -71,7 +71,9 @@ def may_gain(module: torch.jit.ScriptModule, signature: Signature) -> bool:
     return has_linear_layers(module)
 
 
-def measured_gain(file: Path, samples: Samples, *, batched: bool) -> Gain | None:
+def measured_gain(
+    file: Path, samples: Samples, *, batched: bool, sizes: Sequence[int] = BATCH_SIZES
+) -> Gain | None:
     """Load the file with and without optimisation, compare the outputs and time both models.
 
     Return None if the optimisation fails or the optimised model does not run.
@@ -79,12 +81,13 @@ def measured_gain(file: Path, samples: Samples, *, batched: bool) -> Gain | None
     Args:
         file: TorchScript.
         samples: arguments of the model, for at least one call.
-        batched: see `verify`.
+        batched: see `times_by_batch`.
+        sizes: the batch sizes to time; see `batch_sizes`.
     """
     plain = loaded(file, TorchScriptOptions())
     try:
         other = optimized(_plain(file, TorchScriptOptions()))
-        plain_ms, optimized_ms = times_by_batch([plain, other], samples, batched, _BUDGET_S)
+        plain_ms, optimized_ms = times_by_batch([plain, other], samples, batched, _BUDGET_S, sizes)
         with torch.inference_mode():
             found = difference((answers(plain, one), answers(other, one)) for one in samples)
     except RuntimeError:  # the base class of all TorchScript errors; the model is packed without optimisation

@@ -93,6 +93,28 @@ def test_both_ways_are_compared_and_timed(tmp_path: Path, monkeypatch: pytest.Mo
     assert gain.drift < 1e-5
 
 
+class Fours(nn.Module):
+    """Computes with four rows at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.layer(x.view(-1, 4, 8))
+        return found.view(-1, 8)
+
+
+def test_only_batches_that_the_signature_allows_are_timed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(optimize_gain, "_BUDGET_S", 0.01)
+    file = saved(Fours(), tmp_path / "net.pt")
+    gain = measured_gain(file, [(torch.rand(4, 8),)], batched=True, sizes=(4, 8))
+    assert gain is not None
+    assert gain.plain_ms.keys() == gain.optimized_ms.keys() == {4, 8}
+
+
 def test_a_model_that_cannot_be_optimised_gains_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -120,7 +142,7 @@ def test_a_model_that_cannot_be_optimised_is_loaded_as_it_is(tmp_path: Path) -> 
 def pack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """Pack the model with more arguments; returns the archive. What is measured always gains."""
     monkeypatch.setattr(verify, "_BUDGET_S", 0.01)
-    monkeypatch.setattr(pipeline, "measured_gain", lambda file, samples, batched: GAINS)
+    monkeypatch.setattr(pipeline, "measured_gain", lambda file, samples, batched, sizes: GAINS)
     monkeypatch.chdir(tmp_path)
     Path("net.py").write_text(MODEL)
     torch.manual_seed(0)
