@@ -165,12 +165,18 @@ def _freezing(module: torch.nn.Module, options: BuildOptions) -> bool | None:
     return True if options.quantize else None
 
 
+# What a file holds beside the weights: the graph or code, and the head of each tensor. These are known only
+# when the file is written.
+_OTHER_SHARE, _OTHER_BYTES = 0.01, 4e6
+
+
 def refuse_no_room(module: torch.nn.Module, work: Path, copies: int = 1) -> None:
-    """Raise ModelRefused if the disk space, or the limit of a file's size, is too small for the weights.
+    """Raise ModelRefused if the disk space, or the limit of a file's size, is too small for the model's file.
 
     If a write fails, torch's writer ends the process.
     """
-    size = sum({id(one): one.nbytes for one in (*module.parameters(), *module.buffers())}.values())
+    weights = sum({id(one): one.nbytes for one in (*module.parameters(), *module.buffers())}.values())
+    size = (1 + _OTHER_SHARE) * weights + _OTHER_BYTES
     needed, free, limit = copies * size, shutil.disk_usage(work).free, _largest_file()
     if size > limit:
         raise ModelRefused(

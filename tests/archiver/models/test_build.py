@@ -468,12 +468,15 @@ def test_what_does_not_go_together_is_refused_in_one_line(
     assert "\n" not in str(caught.value)
 
 
+MORE_THAN_THE_WEIGHTS = 10_000  # bytes; a file has more than these, as the graph
+
+
 @pytest.mark.parametrize("model_format", ["torchscript", "export", "aoti", "keep"])
 def test_a_disk_that_is_full_is_told_before_anything_is_written(
     forms: Any, pack: Pack, monkeypatch: pytest.MonkeyPatch, model_format: str
 ) -> None:
     """On a full one torch's writer ends the process."""
-    monkeypatch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(free=1))
+    monkeypatch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(free=MORE_THAN_THE_WEIGHTS))
     model = {"serialized_file": forms.file("numbers.weights"), "model_file": forms.file("net_module.py")}
     with pytest.raises(ModelRefused, match=r"has room for 0 MB; make room there, or .* TMPDIR"):
         pack(**model, model_format=model_format, example=forms.file("example.npy"))
@@ -485,9 +488,8 @@ def test_a_limit_of_a_files_size_is_told_before_anything_is_written(
 ) -> None:
     """At the limit, too, torch's writer ends the process."""
     found = resource.getrlimit
-    monkeypatch.setattr(
-        resource, "getrlimit", lambda kind: (1, 1) if kind == resource.RLIMIT_FSIZE else found(kind)
-    )
+    limits = {resource.RLIMIT_FSIZE: (MORE_THAN_THE_WEIGHTS, MORE_THAN_THE_WEIGHTS)}
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: limits.get(kind) or found(kind))
     model = {"serialized_file": forms.file("numbers.weights"), "model_file": forms.file("net_module.py")}
     with pytest.raises(ModelRefused, match=r"a file of this process may have 0 MB; .* \(ulimit -f\)"):
         pack(**model, model_format=model_format, example=forms.file("example.npy"))
