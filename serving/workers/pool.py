@@ -121,9 +121,10 @@ class WorkerPool:
         serving_first = sorted(self._workers, key=lambda worker: not worker.in_service)
         surplus = serving_first[count:]  # those not in service, and then the youngest
         self._workers = [worker for worker in self._workers if worker not in surplus]
-        self._leaving = dict.fromkeys(surplus, self._settings.now() + self._settings.response_timeout_s)
+        self._leaving |= dict.fromkeys(surplus, self._settings.now() + self._settings.response_timeout_s)
         await asyncio.shield(asyncio.gather(*(worker.retire() for worker in surplus)))
-        self._leaving.clear()
+        for worker in surplus:
+            self._leaving.pop(worker, None)
         places = self._new_places(count - len(self._workers))
         if self._spec.shares_weights:
             fresh = [Worker(self._settings, places)] if places else []
@@ -211,7 +212,7 @@ class WorkerPool:
         chosen.submit(run)
 
     async def close(self) -> None:
-        """Answer the runs inside with `ExecutorDied` and stop the workers."""
+        """Answer the runs inside with `ExecutorDied` and stop the workers; `resize` may start others later."""
         workers, self._workers = [*self._workers, *self._leaving], []
         self._leaving = {}
         self._count()

@@ -337,7 +337,7 @@ def test_a_part_that_is_too_long_fails_its_request_and_its_worker_lives_on(
             failed.submit(pool, [make_request("18000000")])
             outcome = await failed.outcome()
             assert isinstance(outcome, HandlerFailed)
-            assert "a part of the answer has 18000000 bytes, expected at most 16" in outcome.detail
+            assert "a part of the answer has 18000000 bytes, expected at most 17" in outcome.detail
             assert "max_response_size=6553500" in outcome.detail
             most = int(outcome.detail.partition("at most ")[2].partition(";")[0])
             answered.submit(pool, [make_request(str(most))])
