@@ -17,7 +17,7 @@ from torchere.handlers.base import BaseHandler
 from torchere.handlers.context import Context
 from torchere.handlers.errors import bad_request
 from torchere.handlers.labels import map_class_to_label
-from torchere.handlers.loading.devices import without_gradients
+from torchere.handlers.loading.devices import to_device, without_gradients
 from torchere.handlers.metrics import timed
 from torchere.handlers.rows import fields_of, sole_element, value_of
 
@@ -262,6 +262,7 @@ class TextClassifier(TextHandler):
         """Run the model on all tokens as one text."""
         indices, _ = data
         with without_gradients(self.device):
+            indices = to_device(indices, self.device)
             return self.model(indices, torch.zeros(1, dtype=torch.int64, device=self.device), *args, **kwargs)
 
     @timed

@@ -107,18 +107,19 @@ class ObjectDetector(VisionHandler):
 
     @timed
     def inference(self, data: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run the detector and return its detections.
-
-        Scripted detectors of torchvision return (losses, detections).
-        """
+        """Run the detector on a tensor, or on a list of tensors that are on its device."""
+        data = data if isinstance(data, list) else to_device(data, self.device)
         with without_gradients(self.device):
-            output = self.model(data, *args, **kwargs)
-        return output[1] if isinstance(output, tuple) else output
+            return self.model(data, *args, **kwargs)
 
     @timed
     def postprocess(self, data: Any) -> Any:
-        """Return the named detections of each image whose score is at least `threshold`."""
-        return [_detections(picture, self.threshold, self.mapping) for picture in data]
+        """Return the named detections of each image whose score is at least `threshold`.
+
+        Scripted detectors of torchvision give (losses, detections).
+        """
+        pictures = data[1] if isinstance(data, tuple) else data
+        return [_detections(picture, self.threshold, self.mapping) for picture in pictures]
 
 
 def _detections(

@@ -148,7 +148,9 @@ class HandlerHost:
             raise spec.failed(detail, lacks_memory(err)) from err
         self._encoder.labels = getattr(self._entry_point.instance, "mapping", None)
         self._borrows = getattr(self._entry_point.instance, "borrows_tensors", False) is True
-        self._decodes = spec.decode_input and not getattr(self._entry_point.instance, "takes_bytes", False)
+        # As in TorchServe, a handler's module may set the variable, which has the server's value at first.
+        wanted = os.environ.get("TS_DECODE_INPUT_REQUEST", str(spec.decode_input).lower()) == "true"
+        self._decodes = wanted and not getattr(self._entry_point.instance, "takes_bytes", False)
 
     def warm_up(self) -> None:
         """Run the handler's own example rows, if it has any, until lazy initialisation is done.

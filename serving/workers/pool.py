@@ -212,7 +212,7 @@ class WorkerPool:
         chosen.submit(run)
 
     async def close(self) -> None:
-        """Answer the runs inside with `ExecutorDied` and stop the workers; `resize` may start others later."""
+        """Answer the runs inside with `ExecutorDied` and stop the workers; `resize` may start others."""
         workers, self._workers = [*self._workers, *self._leaving], []
         self._leaving = {}
         self._count()

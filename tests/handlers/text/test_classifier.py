@@ -57,6 +57,13 @@ def test_a_text_may_come_as_a_tensor(classify: Any) -> None:
         classify.handler.preprocess([{"text": np.zeros(2)}])
 
 
+def test_tokens_of_a_subclass_are_moved_to_the_device() -> None:
+    handler = TextClassifier()
+    handler.device = torch.device("meta")
+    handler.model = lambda tokens, offsets: (tokens.device.type, offsets.device.type)
+    assert handler.inference((torch.tensor([0, 1]), ["it", "is"])) == ("meta", "meta")
+
+
 def test_words_and_pairs_become_indices(classify: Any) -> None:
     indices, words = classify.handler.preprocess([{"body": "It's good"}])
     assert indices.tolist() == [0, 1, 2, 3, 4]

@@ -99,6 +99,14 @@ def test_the_memory_of_a_picture_in_its_own_size_is_limited(
         handler.preprocess([{"body": file.getvalue()}])
 
 
+def test_a_subclass_gets_all_that_its_model_gives_and_its_pictures_are_moved_to_the_device() -> None:
+    handler = ObjectDetector()
+    handler.device = torch.device("meta")
+    handler.model = lambda pictures: (pictures + 1, [pictures])
+    boxes, features = handler.inference(torch.zeros(1, 3, 4, 4))
+    assert (boxes.device.type, features[0].device.type) == ("meta", "meta")
+
+
 def test_a_class_that_is_named_score_keeps_its_box() -> None:
     handler = ObjectDetector()
     handler.mapping = {"0": "score", "1": "dog"}

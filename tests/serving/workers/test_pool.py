@@ -679,6 +679,29 @@ def test_what_a_handler_prints_is_logged_with_its_model(
     assert (record.model, record.version, record.executor) == ("demo", "1.0", 9000)  # type: ignore[attr-defined]
 
 
+UNDECODED = """
+import os
+
+os.environ["TS_DECODE_INPUT_REQUEST"] = "false"
+
+def handle(data, context):
+    return None if data is None else [type(data[0]["body"]).__name__]
+"""
+
+
+@pytest.mark.parametrize("shares_weights", [False, True])
+def test_a_handler_gets_bytes_if_it_says_so_in_its_environment(
+    make_spec: Any, make_sink: Any, shares_weights: bool
+) -> None:
+    async def main() -> None:
+        async with pool_in_service(make_spec(UNDECODED, shares_weights=shares_weights)) as pool:
+            sink = make_sink()
+            sink.submit(pool, [InferRequest("r", (Parameter("body", b'{"a": 1}', "application/json"),))])
+            assert (await sink.outcome()).body == b"bytearray"
+
+    asyncio.run(main())
+
+
 LOUD = """
 import logging, sys
 
