@@ -32,6 +32,7 @@ from torchere.handlers.context import Context
 from torchere.handlers.moved import SecondNameLoader
 
 ROOT = "_torchere_archive"
+_PATH_AT_START = frozenset(map(os.path.realpath, sys.path))
 
 
 class ArchiveModules:
@@ -70,11 +71,14 @@ class ArchiveModules:
         return importlib.import_module(f"{self.prefix}.{name}")
 
     def owns(self, name: str) -> bool:
-        """Return whether the archive itself holds a module or package of that top-level name."""
+        """Return whether the archive itself holds a module or package of that top-level name.
+
+        A folder that the archive's code has put first on `sys.path` goes before the archive's own.
+        """
         # Only names that were found are cached: handlers unpack and write modules, too.
         if name in self._owned:
             return True
-        if not self._look_up(name):
+        if not self._look_up(name) or _is_in_folder_put_first(name, self.path):
             return False
         self._owned.add(name)
         return True
@@ -134,6 +138,15 @@ class ArchiveModules:
             sys.modules[name] = sys.modules[f"{self.prefix}.{name}"]  # pickle looks it up there
         # `import a.b` binds `a`; with a prefix in front, `__import__` gave us the root package instead.
         return module if fromlist else sys.modules[f"{self.prefix}.{top}"]
+
+
+def _is_in_folder_put_first(name: str, own: Sequence[str]) -> bool:
+    """Return whether a folder that stands on `sys.path` before `own` and those of the start has it."""
+    known = _PATH_AT_START.union(own)
+    path = tuple(sys.path)  # other threads may change it
+    folders = list(itertools.takewhile(lambda entry: os.path.realpath(entry) not in known, path))
+    spec = PathFinder.find_spec(name, folders) if folders else None
+    return spec is not None and spec.origin is not None
 
 
 class _ArchiveImportlib(ModuleType):

@@ -71,6 +71,29 @@ def test_so_it_does_where_the_module_is_there_as_bytecode_only(archive: ArchiveM
     assert archive.load("plain_reader").read(_NET)
 
 
+def test_a_folder_that_a_handler_puts_first_on_the_path_is_searched_first(
+    archive: ArchiveModules, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    folder = Path(archive.model_dir)
+    for file, text in {
+        "helpers.py": "V = 'root'",
+        "others.py": "V = 'root'",
+        "repo/helpers/__init__.py": "",
+        "repo/helpers/general.py": "V = 'repo'",
+        "puts.py": f"import sys, others\nsys.path[:0] = [{str(folder / 'repo')!r}, {str(folder)!r}]\n"
+        "from helpers.general import V\n",
+    }.items():
+        (folder / file).parent.mkdir(parents=True, exist_ok=True)
+        (folder / file).write_text(text)
+    try:
+        module = archive.load("puts")
+        assert (module.V, module.others.V) == ("repo", "root")
+    finally:
+        for name in ("helpers", "helpers.general", "others", "puts"):
+            sys.modules.pop(name, None)
+
+
 def test_modules_and_classes_call_themselves_by_their_plain_names(archive: ArchiveModules) -> None:
     module = archive.load("plain_parts.blocks")
     assert (module.__name__, module.Block.__module__) == ("plain_parts.blocks", "plain_parts.blocks")
