@@ -89,7 +89,8 @@ def properties_of(environ: Mapping[str, str], folder: Path, several: bool) -> st
         "enable_envvars_config": "true",
         "default_response_timeout": str(timeout_s),
     }
-    workers = _number(environ, "SAGEMAKER_MODEL_SERVER_WORKERS", 0)
+    # SageMaker asks for no workers when it loads a model, so without a default such a model would have none.
+    workers = _number(environ, "SAGEMAKER_MODEL_SERVER_WORKERS", 1 if several else 0)
     if workers:
         values["default_workers_per_model"] = str(workers)
     megabytes = _number(environ, "SAGEMAKER_MAX_PAYLOAD_IN_MB", 0)

@@ -56,7 +56,7 @@ def started(base: Path, **variables: str) -> RunningServer:
         "SAGEMAKER_BIND_TO_PORT": str(free_port()),
         "TMPDIR": str(temporary),
     }
-    environ |= {"SAGEMAKER_MODEL_SERVER_WORKERS": "1", **variables}
+    environ |= variables
     with (base / "server.log").open("w") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", "torchere.serving", "sagemaker"],
@@ -199,6 +199,7 @@ def test_a_container_for_one_model_takes_the_variables_and_the_requirements(tmp_
     (folder / "code" / "requirements.txt").write_text("numpy\n")  # installed already
     server = started(
         tmp_path,
+        SAGEMAKER_MODEL_SERVER_WORKERS="1",
         SAGEMAKER_PROGRAM="serving.py",
         SAGEMAKER_TS_BATCH_SIZE="4",
         SAGEMAKER_TS_MAX_BATCH_DELAY="7",
@@ -252,6 +253,21 @@ def test_requirements_are_installed_where_the_environment_of_the_server_is_read_
 def test_workers_at_least_are_workers_at_most_if_no_variable_says_more(tmp_path: Path) -> None:
     properties = properties_of({"SAGEMAKER_TS_MIN_WORKERS": "3"}, tmp_path, several=False)
     assert '"minWorkers": 3, "maxWorkers": 3' in properties
+
+
+@pytest.mark.parametrize(
+    ("variables", "several", "workers"),
+    [
+        ({}, True, ["1"]),
+        ({"SAGEMAKER_MODEL_SERVER_WORKERS": "3"}, True, ["3"]),
+        ({}, False, []),
+    ],
+)
+def test_each_of_several_models_has_a_worker_if_no_variable_says_more(
+    tmp_path: Path, variables: dict[str, str], several: bool, workers: list[str]
+) -> None:
+    properties = properties_of(variables, tmp_path, several)
+    assert re.findall(r"^default_workers_per_model=(.*)$", properties, re.MULTILINE) == workers
 
 
 def test_the_configuration_is_in_a_file_without_a_name(
