@@ -77,9 +77,27 @@ def _folders(settings: ServerSettings) -> Iterator[_Problem]:
         yield "model_store", _level(store), _absent(store, "the start is refused; make the folder")
     if workflows is not None and not os.path.isdir(workflows):  # a start checks the option only
         yield "workflow_store", "warning", _absent(workflows, "no workflow can be registered; make it")
-    audit = settings.audit_log
-    if audit is not None and not os.path.isdir(audit.absolute().parent):
-        yield "audit_log", _level(audit.absolute().parent), _absent(audit.parent, "the start is refused")
+    if settings.audit_log is not None:
+        audit = settings.audit_log.absolute()  # a start makes its folders, and appends to it
+        existing = next(path for path in (audit, *audit.parents) if os.path.exists(path))
+        yield from _unwritable("audit_log", settings.audit_log, existing)
+    keys = settings.key_file
+    is_named = keys != ServerSettings().key_file  # the default is wherever the server is started
+    if settings.authorizes_clients and settings.token_keys_file is None and is_named:
+        yield from _unwritable("key_file", keys, keys.absolute().parent)
+
+
+def _unwritable(key: str, file: Path, needed: Path) -> Iterator[_Problem]:
+    """Yield the problem of a file that a start can't write; `needed` is the path that must be writable."""
+    refused = "the start is refused"
+    if os.path.isdir(file):
+        yield key, "error", f"{file} is a folder, expected a file; {refused}"
+    elif os.access(needed, os.W_OK) and (needed == file.absolute() or os.path.isdir(needed)):
+        return
+    elif os.path.isdir(file.absolute().parent):
+        yield key, "error", f"this user may not write to {needed}; {refused}"
+    else:
+        yield key, _level(file.absolute().parent), _absent(file.parent, refused)
 
 
 def _files(settings: ServerSettings) -> Iterator[_Problem]:

@@ -13,7 +13,8 @@ from torchere.serving.commands.serve_options import LaunchRefused, plan_from
 USELESS = {
     "model_store": ("none", "error", "the start is refused; make the folder"),
     "workflow_store": ("none", "warning", "no workflow can be registered; make it"),
-    "audit_log": ("/no-such-folder/below/audit.log", "warning", "the start is refused"),
+    "audit_log": ("store", "error", "store is a folder, expected a file; the start is refused"),
+    "key_file": ("none/keys.json", "error", "there is no none on this machine; without it, the start is ref"),
     "metrics_config": ("broken.yaml", "error", "not YAML"),
     "token_keys_file": ("broken.json", "error", "The file of token_keys_file can't be used."),
     "default_service_handler": ("no_package.handler:handle", "error", "no_package is not installed beside"),
@@ -71,6 +72,30 @@ def test_a_store_that_is_missing_is_an_error_if_the_start_is_refused_and_else_a_
         assert "the start is refused" not in report
 
 
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("audit_log=none/below/audit.log", None),  # a start makes the folders
+        ("audit_log=broken.yaml/audit.log", "there is no broken.yaml on this machine; without it, the start"),
+        ("audit_log=store/audit.log", "this user may not write to"),
+        ("audit_log=store/below/audit.log", "there is no store/below on this machine; without it, the start"),
+        ("audit_log=store/junk.mar", None),  # it is there, and a start appends to it
+        ("key_file=store", "store is a folder, expected a file; the start is refused"),
+        ("key_file=store/keys.json", "this user may not write to"),
+        ("key_file=none/below/keys.json", "there is no none/below on this machine; without it, the start is"),
+        ("key_file=none/keys.json\ndisable_token_authorization=true", None),
+    ],
+)
+def test_a_file_that_a_start_can_not_write_is_named(
+    text: str, told: str | None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed, access = Path("store").absolute(), os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: path != closed and access(path, mode))
+    _, report = checked(f"{text}\n", capsys)
+    assert ("the start is refused" in report) == (told is not None), report
+    assert told is None or told in report
+
+
 @pytest.mark.parametrize(("limit", "warned"), [("200MiB", True), ("230MiB", False), ("0", False)])
 def test_a_memory_limit_that_may_be_too_small_for_a_worker_is_a_warning(
     limit: str, warned: bool, capsys: pytest.CaptureFixture[str]
@@ -100,8 +125,9 @@ def test_signatures_without_a_trusted_signer_are_one_error(capsys: pytest.Captur
 
 @pytest.mark.usefixtures("closed")
 def test_a_path_that_this_user_may_not_look_into_is_reported_with_the_others(
-    capsys: pytest.CaptureFixture[str],
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(os, "access", lambda *_: False)  # root might make the folder of the audit log
     folders = ["model_store", "workflow_store", "audit_log"]
     tls = ["certificate_file", "private_key_file", "client_ca_file"]
     others = ["token_keys_file", "metrics_config", "default_service_handler", "system_metrics_cmd"]
