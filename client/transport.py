@@ -94,6 +94,22 @@ def _may_be_sent_again(error: ClientError) -> bool:
     return isinstance(error, ConnectionFailed) and error.refused
 
 
+@contextmanager
+def certificates_named() -> Iterator[None]:
+    """Name `SSL_CERT_FILE` in an error of its certificates; the text of OpenSSL's error names no file.
+
+    Raises:
+        ValueError: the certificates can't be loaded.
+    """
+    try:
+        yield
+    except OSError as err:
+        file = os.environ.get("SSL_CERT_FILE")
+        if not file:
+            raise
+        raise ValueError(f"SSL_CERT_FILE is {file}: {err.strerror or err}") from err
+
+
 class Settings:
     """The constructor arguments of a client, see `Client`; used by several threads."""
 
@@ -126,16 +142,18 @@ class Settings:
         `direct` is the class of a transport without a proxy, used unless the caller gives a transport.
 
         Raises:
-            ValueError: httpx can't use the variables of the proxy.
+            ValueError: httpx can't use the variables of the proxy, or the certificates in `SSL_CERT_FILE`.
         """
         addresses = self._addresses.values()
         hosts = [httpx.URL(address).netloc.decode() for address in addresses if is_loopback(address)]
-        if transport is None and len(hosts) == len(addresses):
-            transport = direct(limits=LIMITS)  # then httpx does not read variables that it might refuse
-        try:
-            return kind(transport=transport, limits=LIMITS, mounts={f"all://{host}": None for host in hosts})
-        except (ImportError, ValueError, httpx.InvalidURL) as err:
-            raise ValueError(f"{_PROXY_VARIABLES}: found a value that httpx can't use: {err}") from err
+        mounts = {f"all://{host}": None for host in hosts}
+        with certificates_named():
+            if transport is None and len(hosts) == len(addresses):
+                transport = direct(limits=LIMITS)  # then httpx does not read variables that it might refuse
+            try:
+                return kind(transport=transport, limits=LIMITS, mounts=mounts)
+            except (ImportError, ValueError, httpx.InvalidURL) as err:
+                raise ValueError(f"{_PROXY_VARIABLES}: found a value that httpx can't use: {err}") from err
 
     def url(self, request: Request) -> str:
         """Return the URL of a request."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import ssl
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,6 +26,7 @@ from torchere.client import (
 )
 from torchere.client.exchange import bearer
 from torchere.client.key_file import is_loopback
+from torchere.client.transport import certificates_named
 from torchere.serving.frontend.grpc.protos import inference_pb2, open_inference_pb2
 
 _PREDICTIONS = "/org.pytorch.serve.grpc.inference.InferenceAPIsService/Predictions"
@@ -122,6 +124,9 @@ def _channel(address: str) -> grpc.Channel:
         return grpc.insecure_channel(address, options)
     if scheme != "https":
         raise ValueError(f"the address is {address!r}; expected host:port, or https://host:port for TLS")
-    trusted = ssl.get_default_verify_paths().cafile  # None: the certificates bundled with gRPC
+    # None: the certificates bundled with gRPC. A file that is not there would be None, too, from `ssl` alone.
+    trusted = os.environ.get("SSL_CERT_FILE") or ssl.get_default_verify_paths().cafile
+    with certificates_named():
+        ssl.create_default_context(cafile=trusted)  # gRPC only logs that it can't load them
     roots = Path(trusted).read_bytes() if trusted else None
     return grpc.secure_channel(peer, grpc.ssl_channel_credentials(roots), options)

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import aclosing, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import httpx
 import pytest
@@ -163,6 +164,18 @@ def test_variables_that_httpx_refuses_leave_servers_of_this_machine_alone(odd: N
 def test_variables_that_httpx_refuses_are_named(odd: None, kind: type[Client]) -> None:
     with pytest.raises(ValueError, match="HTTP_PROXY, HTTPS_PROXY, ALL_PROXY, NO_PROXY: found a value that"):
         kind("http://example.invalid")
+
+
+@pytest.mark.parametrize("kind", [Client, AsyncClient])
+@pytest.mark.parametrize("address", ["https://example.invalid", "https://127.0.0.1:8443"])
+@pytest.mark.parametrize("file", ["none.pem", "empty.pem"])
+def test_certificates_that_can_not_be_loaded_are_named(
+    kind: type[Client], address: str, file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "empty.pem").touch()
+    monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / file))
+    with pytest.raises(ValueError, match=f"^SSL_CERT_FILE is .*/{file}: (No such file|.*X509)"):
+        kind(address)
 
 
 @contextmanager

@@ -90,6 +90,16 @@ def test_a_certificate_that_nobody_signed_is_not_trusted(server: str) -> None:
         connection.predict("net", b"")
 
 
+@pytest.mark.parametrize("file", ["none.pem", "empty.pem"])
+def test_certificates_that_can_not_be_loaded_are_named(
+    file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "empty.pem").touch()
+    monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / file))
+    with pytest.raises(ValueError, match=f"^SSL_CERT_FILE is .*/{file}: "):
+        Connection("https://127.0.0.1:1", None, 20)
+
+
 def test_another_scheme_is_refused() -> None:
     with pytest.raises(ValueError, match="expected host:port, or https://host:port"):
         Connection("http://127.0.0.1:7070", None, 20)
