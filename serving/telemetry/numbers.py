@@ -264,18 +264,21 @@ class VersionNumbers:
         )
         self._marks_end = at + _ROW_BYTES
         self._server.last_wait_s = wait_s
-        if request.streamed:
-            self._add_first_part((request.sending_s or request.answered_s) - request.started_s)
         trace = request.trace
-        if trace is not None and trace.sampled:
-            self._durations.note(row_of(request, now_s), {"trace_id": trace.trace_id}, time.time())
+        exemplar = {"trace_id": trace.trace_id} if trace is not None and trace.sampled else None
+        if request.streamed:
+            self._add_first_part((request.sending_s or request.answered_s) - request.started_s, exemplar)
+        if exemplar is not None:
+            self._durations.note(row_of(request, now_s), exemplar, time.time())
         for listener in self.listeners:
             listener.answered(self, request.named, now_s - request.started_s, wait_s)
 
-    def _add_first_part(self, duration_s: float) -> None:
+    def _add_first_part(self, duration_s: float, exemplar: dict[str, str] | None) -> None:
         if self._first_parts is None:
             self._first_parts = Distributions(1)
         self._first_parts.add((duration_s,))
+        if exemplar is not None:
+            self._first_parts.note((duration_s,), exemplar, time.time())
 
     def batches_running(self, batches: int, now_s: float) -> None:
         """Set the number of dispatched batches without an answer; call it whenever the number changes."""

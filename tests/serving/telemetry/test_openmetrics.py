@@ -3,6 +3,7 @@ import re
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
+from torchere.serving.batching.request import Request
 from torchere.serving.logs.trace_context import TraceContext
 from torchere.serving.telemetry.metrics import Metrics
 
@@ -68,6 +69,17 @@ def test_a_sampled_trace_is_the_exemplar_of_its_bucket(used):
     ]
     assert re.search(rf'le="0.5",.* 1.0 # {{trace_id="{TRACE.trace_id}"}} 0.5 \d+', line)
     assert "# {" not in used.exposition()  # the text format has no place for it
+
+
+@pytest.mark.parametrize("sampled", [True, False])
+def test_the_first_part_of_a_stream_has_the_exemplar_of_a_sampled_trace(metrics, shown, sampled):
+    streamed = Request("r1", 10.0)
+    streamed.trace, streamed.streamed = TRACE._replace(sampled=sampled), True
+    streamed.dequeued_s, streamed.answered_s, streamed.sending_s = 10.1, 10.2, 10.5
+    shown().finished(streamed, 200, 13.0)
+    text = metrics.expose().text(openmetrics=True)
+    found = re.findall(r'torchere_first_part_duration_seconds_bucket.*le="([^"]+)",.* # {(.*)} 0.5 ', text)
+    assert found == ([("0.5", f'trace_id="{TRACE.trace_id}"')] if sampled else [])
 
 
 def test_a_trace_that_is_not_sampled_leads_nowhere(metrics, shown, answer):
