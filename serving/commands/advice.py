@@ -21,6 +21,10 @@ _MOST_NAMES = 20
 _NOT_FOUND = "Model not found"
 # OpenSSL has the same code for a wrong host name or an expired certificate, where another CA does not help.
 _NO_AUTHORITY = re.compile(r"CERTIFICATE_VERIFY_FAILED.*(issuer|self.signed)")
+# The texts of bench, httpx and grpcio for a connection that is closed before an answer.
+_CLOSED = re.compile(
+    "^the server closed the connection$|connection to .*(Server disconnected without|Socket closed)"
+)
 _NO_WORKER = "has no worker to serve inference request"
 
 
@@ -33,8 +37,8 @@ def advice(message: str, address: str | None, model: str, found: FoundKey | None
         model: the requested model, as `name` or `name/version`.
         found: the key that was sent.
     """
-    if _NO_AUTHORITY.search(message):
-        return "for a certificate of your own authority, set SSL_CERT_FILE to the file of the authority's"
+    if about_tls := _about_tls(message, address):
+        return about_tls
     if address is None:
         return ""
     if message.startswith(_NOT_FOUND):
@@ -47,6 +51,14 @@ def advice(message: str, address: str | None, model: str, found: FoundKey | None
         if isinstance(reasons, list) and any("failed" in str(reason) for reason in reasons):
             name = model.partition("/")[0]
             return f"{model} failed: the server's log and its describe say why (GET /models/{name})"
+    return ""
+
+
+def _about_tls(message: str, address: str | None) -> str:
+    if _NO_AUTHORITY.search(message):
+        return "for a certificate of your own authority, set SSL_CERT_FILE to the file of the authority's"
+    if _CLOSED.search(message) and "https://" not in f"{message} {address}":
+        return "the port may expect TLS: try it with an --address that begins with https://"
     return ""
 
 

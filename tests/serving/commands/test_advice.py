@@ -101,3 +101,22 @@ def test_a_model_that_failed_is_told_from_one_without_workers() -> None:
 def test_a_certificate_of_an_unknown_authority_is_told_how_to_trust_it(reason: str, is_told: bool) -> None:
     said = f"no connection to https://here:8443: [SSL: CERTIFICATE_VERIFY_FAILED] verify failed: {reason}"
     assert ("set SSL_CERT_FILE to the file" in advice(said, None, "cat", None)) is is_told
+
+
+@pytest.mark.parametrize(
+    ("message", "address", "is_told"),
+    [
+        ("the connection to {}/predictions/cat broke: Server disconnected without sending a resp", "", True),
+        ("no connection to {}: failed to connect to all addresses; ipv4:127.0.0.1: Socket closed", "", True),
+        ("the server closed the connection", "{}", True),
+        ("no connection to {}: [Errno 111] Connection refused", "{}", False),
+        ("503 ModelFailed: Socket closed", "{}", False),
+    ],
+)
+def test_a_port_that_closes_a_connection_without_tls_may_expect_it(
+    message: str, address: str, is_told: bool
+) -> None:
+    plain, tls = "http://127.0.0.1:9", "https://127.0.0.1:9"
+    told = advice(message.format(plain), address.format(plain) or None, "cat", None)
+    assert ("the port may expect TLS" in told) is is_told
+    assert advice(message.format(tls), address.format(tls) or None, "cat", None) == ""
