@@ -123,7 +123,7 @@ def configure(
     beside = models is not None and models.source == COMMAND_LINE  # they add to those of a snapshot
     findings += _contradictions(values, beside)
     settings = _build(values, beside)
-    for check in (_open_management, _shut_out, _plain_grpc, _equal_addresses):
+    for check in (_open_management, _shut_out, _plain_grpc, _unused_certificate, _equal_addresses):
         findings += check(settings)
     findings.sort(key=lambda found: (not found.line, found.line, found.level))
     return Configuration(settings, tuple(findings), tuple(_effective(winners.values())))
@@ -332,6 +332,19 @@ def _plain_grpc(settings: ServerSettings) -> Iterator[Finding]:
     if plain and not settings.grpc_tls_enabled and any(address.tls for address in rest):
         message = f"REST has TLS, and gRPC on {' and '.join(plain)} is plain text; set enable_grpc_ssl=true"
         yield Finding("warning", "configuration", "enable_grpc_ssl", "false", message)
+
+
+def _unused_certificate(settings: ServerSettings) -> Iterator[Finding]:
+    """Yield a warning if the files of TLS are there and every listener is plain text."""
+    rest = (settings.inference_address, settings.management_address, settings.metrics_address)
+    is_used = settings.grpc_tls_enabled or any(address is not None and address.tls for address in rest)
+    if settings.certificate_file is not None and settings.private_key_file is not None and not is_used:
+        message = (
+            "not used: no address begins with https://, and enable_grpc_ssl is false; write "
+            "inference_address=https://HOST:PORT"
+        )
+        shown = _shown_value(settings.certificate_file)
+        yield Finding("warning", "configuration", "certificate_file", shown, message)
 
 
 def _equal_addresses(settings: ServerSettings) -> Iterator[Finding]:

@@ -107,6 +107,15 @@ def test_grpc_in_plain_text_beside_tls_is_told() -> None:
     assert warnings(f"inference_address=https://127.0.0.1\nenable_grpc_ssl=true\n{TLS_FILES}") == []
 
 
+def test_a_certificate_that_no_listener_shows_is_told() -> None:
+    assert warnings(TLS_FILES) == [
+        "configuration: certificate_file: not used: no address begins with https://, and enable_grpc_ssl is "
+        "false; write inference_address=https://HOST:PORT"
+    ]
+    assert warnings(f"metrics_address=https://127.0.0.1\n{TLS_FILES}") == []
+    assert warnings(f"enable_grpc_ssl=true\n{TLS_FILES}") == []
+
+
 def test_a_key_without_effect_says_what_to_do_instead() -> None:
     assert "has no effect: there is no JVM here" in warnings("vmargs=-Xmx4g")[0]
     assert "certificate_file and private_key_file" in warnings("keystore=k.p12")[0]
@@ -287,6 +296,7 @@ def test_client_certificates_count_with_tokens_or_without() -> None:
         "inference_address",
         "management_address",
         "enable_grpc_ssl",
+        "certificate_file",
     ]
     assert not settings("disable_token_authorization=true").authorizes_clients
 
