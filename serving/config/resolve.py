@@ -254,6 +254,7 @@ def _contradictions(values: Mapping[str, Any], beside: bool) -> Iterator[Finding
         yield Finding("warning", "configuration", "load_models", models, message)
     yield from _about_keys(values)
     yield from _about_signing(values)
+    yield from _about_sandbox(values)
     tls_files = [values.get("certificate_file"), values.get("private_key_file")]
     if all(tls_files):
         return
@@ -301,6 +302,17 @@ def _about_signing(values: Mapping[str, Any]) -> Iterator[Finding]:
     elif trusted and not values.get("require_signed"):
         message = "not used: signatures are verified with require_signed=true only"
         yield Finding("warning", "configuration", "trusted_signing_keys", _shown_value(trusted), message)
+
+
+def _about_sandbox(values: Mapping[str, Any]) -> Iterator[Finding]:
+    level = values.get("sandbox.level", ServerSettings().sandbox.level)
+    for key in ("network", "read_paths"):
+        if f"sandbox.{key}" in values and level != "strict":
+            message = (
+                "not used: only worker_sandbox=strict restricts the network and the files of workers, and "
+                f"it is {level}"
+            )
+            yield Finding("warning", "configuration", f"worker_{key}", "", message)
 
 
 def _shut_out(settings: ServerSettings) -> Iterator[Finding]:

@@ -415,6 +415,18 @@ def test_trusted_signers_without_required_signatures_are_warned_of() -> None:
     ]
 
 
+@pytest.mark.parametrize("level", ["basic", "off"])
+def test_settings_of_the_strict_sandbox_are_warned_of_at_other_levels(level: str) -> None:
+    text = "worker_network=false\nworker_read_paths=/data\n"
+    assert warnings(f"{text}worker_sandbox={level}") == [
+        f"configuration: {key}: not used: only worker_sandbox=strict restricts the network and the files of "
+        f"workers, and it is {level}"
+        for key in ("worker_network", "worker_read_paths")
+    ]
+    assert len(warnings(text)) == 2
+    assert warnings(f"{text}worker_sandbox=strict") == []
+
+
 def test_a_snapshot_keeps_that_signatures_are_required_and_by_whom() -> None:
     text = "require_signed=true\ntrusted_signing_keys=a.pub, /etc/ca.crt"
     assert dict(configure(parse_properties(text)).effective) == {
