@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
@@ -139,19 +139,32 @@ def wrong_setting(name: str, value: object, expected: str) -> ValueError:
     return ValueError(f"handler.{name} in model-config.yaml is {value!r}; expected {expected}")
 
 
+def known_block_of(config: Mapping[str, Any], name: str, known: Collection[str]) -> dict[str, Any]:
+    """Return the block `handler.<name>` of model-config.yaml, or an empty dict.
+
+    Raises:
+        ValueError: it is no mapping, or has a key that is not one of `known`.
+    """
+    block = block_of(config, name) or {}
+    if not isinstance(block, dict):
+        raise wrong_setting(name, block, "keys and values")
+    for key in block:
+        if key not in known:
+            expected = ", ".join(known)
+            raise ValueError(
+                f"handler.{name}.{key} in model-config.yaml is unknown; expected one of {expected}"
+            )
+    return block
+
+
 def settings_of(config: dict[str, Any], name: str, defaults: dict[str, Any]) -> dict[str, Any]:
     """Return the block `handler.<name>` of model-config.yaml, merged over its defaults.
 
     Raises:
         ValueError: it has a key without a default, or a value of another kind than the default.
     """
-    block = block_of(config, name) or {}
-    if not isinstance(block, dict):
-        raise wrong_setting(name, block, "keys and values")
+    block = known_block_of(config, name, defaults)
     for key, value in block.items():
-        if key not in defaults:
-            known = ", ".join(defaults)
-            raise ValueError(f"handler.{name}.{key} in model-config.yaml is unknown; expected one of {known}")
         if not _is_alike(value, defaults[key]):
             raise wrong_setting(f"{name}.{key}", value, _KINDS[type(defaults[key])])
     return {**defaults, **block}

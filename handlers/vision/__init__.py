@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from difflib import get_close_matches
 from functools import cached_property
 from typing import Any
 
@@ -17,7 +19,7 @@ from torchere.handlers.context import Context
 from torchere.handlers.errors import bad_request
 from torchere.handlers.loading.devices import to_device
 from torchere.handlers.metrics import timed
-from torchere.handlers.rows import block_of, fields_of, value_of, wrong_setting
+from torchere.handlers.rows import block_of, fields_of, known_block_of, value_of, wrong_setting
 from torchere.handlers.tensors import shown
 from torchere.handlers.vision.decode import (
     DEFAULT_MAX_BYTES,
@@ -28,6 +30,10 @@ from torchere.handlers.vision.decode import (
     picture_of_tensor,
 )
 from torchere.handlers.vision.transform import ImageTransform
+
+logger = logging.getLogger(__name__)
+
+_SETTINGS = ("resize", "crop", "mean", "std", "max_pixels", "max_bytes", "max_decoded_bytes", "top_k")
 
 
 class VisionHandler(BaseHandler):
@@ -44,6 +50,10 @@ class VisionHandler(BaseHandler):
     def _torchere_configure(self, context: Context) -> None:
         """Apply `handler.image` and the server's `limit_max_image_pixels`."""
         super()._torchere_configure(context)
+        # Only of the built-in handlers: subclasses may have keys of their own there, and this class itself
+        # prepares pictures for handlers of others while an archive is packed.
+        if type(self).__module__.startswith(f"{__name__}."):
+            _check_config(self.model_yaml_config)
         config = self._torchere_image_config()
         limited = bool(context.system_properties.get("limit_max_image_pixels", True))
         if not limited:
@@ -126,6 +136,16 @@ class VisionHandler(BaseHandler):
             PredictionException: 400, the model has no such class.
         """
         return integrated_gradients(self.model, tensor_data, _class_index(target)).tolist()
+
+
+def _check_config(config: Mapping[str, Any]) -> None:
+    """Refuse unknown keys of `handler.image`, and warn of a block with a name like it."""
+    known_block_of(config, "image", _SETTINGS)
+    handler = config.get("handler")
+    names = [name for name in handler if isinstance(name, str)] if isinstance(handler, Mapping) else []
+    for name in get_close_matches("image", names):
+        if name != "image":
+            logger.warning("handler.%s in model-config.yaml is not used; did you mean handler.image?", name)
 
 
 def _class_index(target: Any) -> Any:

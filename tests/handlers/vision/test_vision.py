@@ -128,6 +128,35 @@ def test_the_config_of_one_model_does_not_change_another(classifier_archive: Pat
     assert (first.image_processing.crop, second.image_processing.crop) == (32, 224)
 
 
+@pytest.mark.parametrize(
+    ("image", "message"),
+    [
+        ({"resiz": 64}, r"handler\.image\.resiz in model-config\.yaml is unknown; expected one of resize"),
+        (224, r"handler\.image in model-config\.yaml is 224; expected keys and values"),
+    ],
+)
+def test_a_built_in_handler_refuses_what_it_does_not_know(
+    classifier_archive: Path, make_context: Any, image: Any, message: str
+) -> None:
+    class Own(ImageClassifier):
+        pass
+
+    context = make_context(classifier_archive, model=MODEL, config={"handler": {"image": image}})
+    with pytest.raises(ValueError, match=message):
+        ImageClassifier().initialize(context)
+    Own().initialize(context)  # it may read keys of its own
+
+
+def test_a_misspelt_block_is_warned_of(
+    classifier_archive: Path, make_context: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = {"handler": {"imag": {"crop": 100}, "profile": True, "image": {"top_k": 1}, 1: 2}}
+    ImageClassifier().initialize(make_context(classifier_archive, model=MODEL, config=config))
+    assert [line for line in caplog.messages if "handler." in line] == [
+        "handler.imag in model-config.yaml is not used; did you mean handler.image?"
+    ]
+
+
 def test_the_server_may_lift_pillows_limit(
     classifier_archive: Path, make_context: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
