@@ -111,6 +111,10 @@ def parse_model_config(text: str) -> ModelConfig:
     )
     if not config.sequence_batching:
         read.note_sequences()
+    elif not (config.sequence_max_idle_ms or config.continuous_batching):
+        read.ignored["sequenceBatching"] = (
+            "is true without a sequenceMaxIdleMSec above 0: no request is admitted; set it"
+        )
     read.note_spellings()
     return config
 

@@ -63,6 +63,8 @@ def test_a_wrong_type_is_ignored_and_noted(text: str) -> None:
         ("minWorkers: 4\nmaxWorkers: 2", "is 4, expected a maxWorkers that is at least as large"),
         ("maxWorkers: 2", "is 2, expected a minWorkers, too; it is ignored"),
         ("maxNumSequence: 3", "is 3, expected sequenceBatching: true beside it; it is ignored"),
+        ("sequenceBatching: true", "is true without a sequenceMaxIdleMSec above 0: no request is admitted"),
+        ("sequenceBatching: true\nsequenceMaxIdleMSec: 0", "is true without a sequenceMaxIdleMSec above 0"),
         ("batchsize: 3", "is no key of the server; did you mean batchSize?"),
         ("response_timeout: 3", "is no key of the server; did you mean responseTimeout?"),
     ],
@@ -74,11 +76,13 @@ def test_a_number_that_does_not_count_is_noted(text: str, remark: str) -> None:
 
 
 SEQUENCES = "sequenceBatching: true\nsequenceMaxIdleMSec: 5000\nmaxNumSequence: 3"
+IN_ANY_ORDER = "sequenceBatching: true\ncontinuousBatching: true"
 OWN = "batch_size: 3\nbatchSize: 2\nhandler: {batch_size: 3}\nthreshold: 0.5\n3: 4"
 
 
 @pytest.mark.parametrize(
-    "text", ["maxBatchDelay: 0\nresponseTimeout: 0", "minWorkers: 1\nmaxWorkers: 1", SEQUENCES, OWN]
+    "text",
+    ["maxBatchDelay: 0\nresponseTimeout: 0", "minWorkers: 1\nmaxWorkers: 1", SEQUENCES, IN_ANY_ORDER, OWN],
 )
 def test_a_number_that_counts_or_stands_for_nothing_is_not_noted(text: str) -> None:
     assert parse_model_config(text).ignored == {}
