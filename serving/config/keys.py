@@ -57,10 +57,10 @@ _NO_NETTY = "there is no Netty here; event loops need no tuning"
 _NO_JVM = "there is no JVM here; remove it"
 _NO_LOG4J = "there is no JVM here, and log4j2 files are not read: PUT /log-level changes levels; remove it"
 NO_KEYSTORES = (
-    "Java key stores are not read; convert one once with `openssl pkcs12 -in FILE -nodes` (of type JKS, "
-    "after `keytool -importkeystore -srckeystore FILE -destkeystore NEW -deststoretype PKCS12`)"
+    "Java key stores are not read; convert one once with `openssl pkcs12 -in FILE -nodes -out tls.pem` "
+    "(of type JKS, after `keytool -importkeystore -srckeystore FILE -destkeystore NEW -deststoretype "
+    "PKCS12`), and set both certificate_file and private_key_file to tls.pem"
 )
-_NO_KEYSTORE = f"{NO_KEYSTORES}, and set certificate_file and private_key_file to the paths that it prints"
 _NO_LAUNCHER = "the server divides the cores among its executors itself; remove it"
 _NO_SUPERVISOR = (
     "models run in worker processes, which the server starts again; let systemd, Compose or Kubernetes start "
@@ -150,9 +150,9 @@ _WITHOUT_EFFECT = (
     _advice("prefer_direct_buffer", _NO_JVM, "false"),
     _advice("async_logging", "no request waits for its log lines; remove it", "false"),
     _advice("model_server_home", "nothing is read from an installation folder; remove it"),
-    _advice("keystore", _NO_KEYSTORE),
-    _advice("keystore_pass", _NO_KEYSTORE, secret=True),
-    _advice("keystore_type", _NO_KEYSTORE),
+    _advice("keystore", NO_KEYSTORES),
+    _advice("keystore_pass", NO_KEYSTORES, secret=True),
+    _advice("keystore_type", NO_KEYSTORES),
     _advice("cpu_launcher_enable", _NO_LAUNCHER, "false"),
     _advice("cpu_launcher_args", _NO_LAUNCHER),
     _advice("initial_distribution_port", "the ranks of a worker meet at a free port; remove it"),

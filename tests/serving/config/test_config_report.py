@@ -78,6 +78,13 @@ def test_config_check_says_that_no_supervisor_starts_a_lost_server_again(
     assert capsys.readouterr().out.count("has no effect: models run in worker processes") == count
 
 
+@pytest.mark.parametrize("text", ["keystore=k.p12", "inference_address=https://127.0.0.1"])
+def test_the_advice_on_a_key_store_ends_with_a_file_for_both_settings(text: str) -> None:
+    shown = report(Path("c.properties"), configure(parse_properties(text)))
+    assert "`openssl pkcs12 -in FILE -nodes -out tls.pem` (of type JKS, after" in shown
+    assert "and set both certificate_file and private_key_file to tls.pem" in shown
+
+
 def test_config_check_of_no_file_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["config", "check", "none"]) == 1
     assert capsys.readouterr().err == "none: can't be read: No such file or directory\n"
