@@ -21,6 +21,8 @@ FILES = {
 
 from __future__ import annotations
 
+import json
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -59,14 +61,18 @@ class CLASS(BaseHandler):
 def values_of(row: dict[str, Any]) -> torch.Tensor:
     """Return the numbers of one request; refuse what the client must change, with its status."""
     body = row.get("data") or row.get("body")  # `data` is the field of a form
+    if isinstance(body, (bytes, bytearray, str)):  # as from gRPC and forms, which parse no JSON
+        with suppress(ValueError, RecursionError):
+            body = json.loads(body)
     values = body.get("values") if isinstance(body, dict) else None
     try:
         tensor = torch.tensor(values, dtype=torch.float32)
     except (TypeError, ValueError, RuntimeError, OverflowError):
         tensor = torch.empty(0)
     if tensor.shape != (WIDTH,):
-        hint = "send it as Content-Type: application/json"  # without, a body is bytes or a form
-        found = f"{body!r:.80}" if isinstance(body, dict) else f"no JSON: {hint}"
+        hint = "send it as Content-Type: application/json"  # without, `curl -d` sends a form
+        is_json = not isinstance(body, (bytes, bytearray, str, type(None)))
+        found = f"{body!r:.80}" if is_json else f"no JSON: {hint}"
         raise PredictionException(
             f'expected JSON as {{"values": [...]}} with {WIDTH} numbers, found {found}', 400
         )
@@ -135,9 +141,13 @@ def handler(context: Any) -> CLASS:
 
 
 def test_each_request_of_a_batch_gets_its_answer(handler: CLASS, context: Any) -> None:
-    rows = [{"body": {"values": [3, 0, 0, 0]}}, {"body": {"values": [0, 3, 0, 0]}}]
+    rows = [
+        {"body": {"values": [3, 0, 0, 0]}},
+        {"body": {"values": [0, 3, 0, 0]}},
+        {"data": bytearray(b'{"values": [0, 3, 0, 0]}')},
+    ]
     answers = handler.handle(rows, context)
-    assert [answer["label"] for answer in answers] == ["low", "high"]
+    assert [answer["label"] for answer in answers] == ["low", "high", "high"]
     assert all(answer["score"] > 0.9 for answer in answers)
 
 
@@ -148,6 +158,7 @@ def test_each_request_of_a_batch_gets_its_answer(handler: CLASS, context: Any) -
         (b"text", "no JSON: send it as Content-Type"),
         ({}, "found {}"),
         ({"values": [1, 2]}, "found .*1, 2"),
+        (b"[1, 2]", "found .*1, 2"),
         ({"values": "1234"}, "found .*'1234'"),
         ({"values": [10**400, 2, 3, 4]}, "found .*0"),
     ],

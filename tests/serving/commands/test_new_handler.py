@@ -40,7 +40,7 @@ def test_a_new_handler_passes_its_test_and_is_packed_as_generated(
     assert capsys.readouterr().out.splitlines()[-1] == "next: cd my-net && make test && make && make serve"
     folder = tmp_path / "my-net"
     assert {path.name for path in folder.iterdir()} == set(FILES)
-    assert "7 passed" in make(folder, "test")
+    assert "8 passed" in make(folder, "test")
     make(folder)
     model = open_archive(folder / "my-net.mar").manifest
     assert (model.model_name, model.handler, model.config_file) == (
