@@ -152,7 +152,7 @@ def _module_names(handler: str, source: str) -> Collection[str] | None:
     for statement in body:
         if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef)):
             names.add(statement.name)
-        elif isinstance(statement, (ast.Import, ast.ImportFrom)):
+        elif isinstance(statement, ast.ImportFrom):
             names |= {alias.asname or alias.name for alias in statement.names}
         elif isinstance(statement, ast.Assign):
             names |= {target.id for target in statement.targets if isinstance(target, ast.Name)}

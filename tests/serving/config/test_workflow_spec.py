@@ -120,6 +120,7 @@ def test_a_function_may_be_defined_in_any_way(source):
             "def g(data, context): return data\nx = 1",
             "'f' is neither in 'models' nor a function of h.py",
         ),
+        ("h.py", "import f", "'f' is neither in 'models' nor a function of h.py"),
         ("h.py", "def f(:", "h.py is not valid Python"),
         (None, "", "the workflow has no handler"),
     ],
