@@ -156,7 +156,7 @@ def _module_names(handler: str, source: str) -> Collection[str] | None:
             names |= {alias.asname or alias.name for alias in statement.names}
         elif isinstance(statement, ast.Assign):
             names |= {target.id for target in statement.targets if isinstance(target, ast.Name)}
-        elif not isinstance(statement, (ast.Expr, ast.ClassDef)):
+        elif not isinstance(statement, (ast.Expr, ast.ClassDef, ast.Import)):
             return None  # a branch or a loop may define more
     return None if "*" in names else names
 
