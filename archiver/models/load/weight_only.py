@@ -170,6 +170,21 @@ def large_layers(module: nn.Module) -> dict[str, nn.Linear | nn.Embedding]:
     }
 
 
+def held_elsewhere(module: nn.Module, layers: Mapping[str, nn.Linear | nn.Embedding]) -> set[str]:
+    """Return the layers whose weight is also a parameter of a module that is none of them, by name.
+
+    That module keeps the weight in fp32, so the 8-bit form would only make the file larger.
+    """
+    replaced = set(layers.values())
+    held = {
+        id(weight)
+        for other in module.modules()
+        if other not in replaced
+        for weight in other.parameters(recurse=False)
+    }
+    return {name for name, layer in layers.items() if id(layer.weight) in held}
+
+
 def _takes_8_bits(layer: nn.Module) -> TypeGuard[nn.Linear | nn.Embedding]:
     if has_hooks(layer):
         return False
@@ -195,7 +210,7 @@ def weight_only(module: nn.Module, bits: int, kept: Collection[str] = ()) -> tup
         raise ModelRefused(
             f"{name} changes linear layers and embeddings of {LARGE:,} weights and more, without hooks "
             f"(linear layers with inputs in multiples of {INPUTS_OF_8_BITS}), and the model has none, or its "
-            "own code reads their weights; leave --quantize out, or take --quantize auto"
+            "own code or an fp32 layer uses their weights; leave --quantize out, or take --quantize auto"
         )
     names: dict[nn.Module, list[str]] = {}  # a layer may have several names
     for path, one in made.named_modules(remove_duplicate=False):

@@ -19,7 +19,12 @@ from torchere.archiver.models.fold.parametrizations import copied, without_param
 from torchere.archiver.models.inputs.run import DATATYPES, LoadedModel, copies
 from torchere.archiver.models.inputs.sizes import FreeSize
 from torchere.archiver.models.load.torchscript import load_script
-from torchere.archiver.models.load.weight_only import large_layers, torchao_kinds, weight_only
+from torchere.archiver.models.load.weight_only import (
+    held_elsewhere,
+    large_layers,
+    torchao_kinds,
+    weight_only,
+)
 from torchere.archiver.models.measure.cost import Samples, fewer_threads_when_busy
 from torchere.archiver.models.quantize.candidates import (
     Candidate,
@@ -123,13 +128,14 @@ def quantise(
 
 def _weight_only(model: LoadedModel, method: str, target: str) -> Quantised:
     plain = _plain(model).module
-    read: list[str] = []
+    layers = large_layers(plain)
+    read = held_elsewhere(plain, layers)
     if target != "export":  # the other formats would hold the weight that is read in fp32, too
-        reads = read_elsewhere(plain, model.example, large_layers(plain))
-        read = sorted(name for name, has_values in reads.items() if has_values)
+        reads = read_elsewhere(plain, model.example, layers)
+        read.update(name for name, has_values in reads.items() if has_values)
     made, note = weight_only(plain, _WEIGHTS[method], read)
     if read:
-        note = f"{note}; {KEPT_AS_READ} {', '.join(read)}"
+        note = f"{note}; {KEPT_AS_READ} {', '.join(sorted(read))}"
     advice = _NO_PARAMETER if next(made.parameters(), None) is None else ""
     with refusing(f"running the model with weights of {_WEIGHTS[method]} bits", advice):
         made(*copies(model.example))

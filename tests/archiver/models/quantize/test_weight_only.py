@@ -142,6 +142,17 @@ def test_a_weight_that_layers_share_is_held_once() -> None:
     assert sum(held.values()) == 500 * 64 + 500 * 2 + 500 * 4  # in 8 bits, scales in 16, the bias in 32
 
 
+@pytest.mark.parametrize("method", ["int8-weight", "int4-weight"])
+def test_an_embedding_whose_head_stays_in_fp32_does_so_too(method: str) -> None:
+    words, head = nn.Embedding(500, 300), nn.Linear(300, 500)  # 300 inputs are no multiple of 16
+    head.weight = words.weight
+    module, ids = nn.Sequential(words, head, nn.Linear(500, 48), nn.Linear(48, 512)), torch.tensor([[1, 2]])
+    model = LoadedModel(module.eval(), (ids,), Signature((), ()), Path("net.py"))
+    made = quantise(model, method, [], target="export")
+    assert [type(layer) for layer in made.module.children()][:2] == [nn.Embedding, nn.Linear]
+    assert made.notes[0].endswith(": 0")
+
+
 def test_a_layer_with_several_names_is_small_under_each() -> None:
     words = nn.Embedding(500, 64)
     made, note = weight_only(nn.ModuleDict({"encoder": words, "decoder": words}), 8)
