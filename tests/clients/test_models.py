@@ -94,6 +94,10 @@ def test_the_configuration_has_the_tensors_without_the_batch(client: Any) -> Non
     )
 
 
+def test_the_configuration_over_http_has_the_format_of_an_input(http: Any) -> None:
+    assert http.get_model_config("identity_FP32")["input"][0]["format"] == "FORMAT_NONE"
+
+
 def test_statistics_count_requests(client: Any) -> None:
     def counted() -> dict[str, Any]:
         (told,) = as_dict(client.get_inference_statistics("identity_INT32"))["model_stats"]

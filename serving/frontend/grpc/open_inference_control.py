@@ -134,8 +134,8 @@ def _model_of(request: pb.RepositoryModelLoadRequest | pb.RepositoryModelUnloadR
 
 
 def _filled(message: Filled, members: dict[str, Any]) -> Filled:
-    # Unknown members are ignored: REST has the misspelt key of TorchServe's server metadata, and `parameters`
-    # of a model's inputs, for which the public messages have no field.
+    # Unknown members are ignored: REST has the misspelt key of TorchServe's server metadata, and inputs of
+    # a model have `parameters`, which the public messages lack, and `format`, whose default is meant.
     ParseDict(members, message, ignore_unknown_fields=True)
     return message
 

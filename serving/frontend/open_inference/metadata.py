@@ -70,7 +70,8 @@ def model_config(facts: ModelFacts) -> Members:
         "platform": facts.platform,
         "backend": "pytorch",
         "max_batch_size": facts.max_batch_size if batched else 0,
-        "input": [_configured(spec, batched) for spec in signature.inputs],
+        # Clients of Triton read the format; over gRPC its default is the same.
+        "input": [_configured(spec, batched) | {"format": "FORMAT_NONE"} for spec in signature.inputs],
         "output": [_configured(spec, batched) for spec in signature.outputs],
     }
 

@@ -64,7 +64,9 @@ def test_without_a_signature_nothing_is_known_of_tensors() -> None:
 def test_the_configuration_has_dims_without_the_batch() -> None:
     config = model_config(FACTS)
     assert config["max_batch_size"] == 8
-    assert config["input"] == [{"name": "t", "data_type": "TYPE_STRING", "dims": [1]}]
+    assert config["input"] == [
+        {"name": "t", "data_type": "TYPE_STRING", "dims": [1], "format": "FORMAT_NONE"}
+    ]
     assert config["output"] == [{"name": "y", "data_type": "TYPE_FP32", "dims": [3]}]
     fixed = Signature((TensorSpec("x", "BF16", (2, 2)),), (TensorSpec("y", "FP32", ()),))
     config = model_config(replace(FACTS, signature=fixed))

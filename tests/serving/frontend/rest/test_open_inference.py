@@ -61,7 +61,9 @@ def test_a_model_tells_of_itself(ask_v2, planes, path):
     planes.data.known = replace(planes.data.known, signature=SIGNATURE)
     assert ask_v2(path).json["inputs"] == [{"name": "x", "datatype": "FP32", "shape": [-1, 2]}]
     assert ask_v2(f"{path}/ready").json == {"name": "echo", "ready": True}
-    assert ask_v2(f"{path}/config").json["input"] == [{"name": "x", "data_type": "TYPE_FP32", "dims": [2]}]
+    assert ask_v2(f"{path}/config").json["input"] == [
+        {"name": "x", "data_type": "TYPE_FP32", "dims": [2], "format": "FORMAT_NONE"}
+    ]
     assert ask_v2(f"{path}/stats").json["model_stats"][0]["name"] == "echo"
     planes.data.is_ready = Readiness(False, ("loading",))
     assert (ask_v2(f"{path}/ready").status, ask_v2(f"{path}/ready").json["ready"]) == (503, False)
