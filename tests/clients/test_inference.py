@@ -65,6 +65,13 @@ def test_a_batch_of_rows_is_one_request(http: Any, grpc: Any, rows: int) -> None
         assert np.array_equal(result.as_numpy("y"), sent)
 
 
+def test_the_timeout_of_a_request_does_not_end_it(http: Any, grpc: Any) -> None:
+    for client in (http, grpc):
+        given = [one_input(client, "x", SAMPLES["FP32"], "FP32")]
+        result = client.infer("identity_FP32", given, timeout=1)  # a microsecond
+        assert np.array_equal(result.as_numpy("y"), SAMPLES["FP32"])
+
+
 def test_several_inputs_and_outputs_have_names(http: Any, grpc: Any) -> None:
     a, b = np.array([[1, 2, 3, 4]], "f4"), np.array([[10, 20, 30, 40]], "f4")
     for client in (http, grpc):

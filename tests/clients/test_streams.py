@@ -42,6 +42,12 @@ def test_answers_come_in_the_order_of_their_requests(grpc: Any, stream: Stream) 
         assert np.array_equal(result.as_numpy("y"), np.full((1, 4), number, "f4"))
 
 
+def test_the_timeout_of_a_request_does_not_end_it(grpc: Any, stream: Stream) -> None:
+    given = one_input(grpc, "x", np.ones((1, 4), "f4"), "FP32")
+    grpc.async_stream_infer("identity_FP32", [given], timeout=1)  # a microsecond
+    assert np.array_equal(stream.next().as_numpy("y"), np.ones((1, 4)))
+
+
 def test_an_answer_in_parts(grpc: Any, stream: Stream) -> None:
     given = one_input(grpc, "x", np.array([5], "i4"), "INT32")
     grpc.async_stream_infer("streaming", [given], request_id="count")

@@ -21,7 +21,7 @@ from torchere.serving.frontend.open_inference.tensor_request import (
     infer_request,
 )
 from torchere.serving.frontend.priority import prioritised
-from torchere.serving.types import NO_DEADLINE, InferRequest, InferResponse, Parameter, StreamedResponse
+from torchere.serving.types import InferRequest, InferResponse, Parameter, StreamedResponse
 
 STREAMS = (
     "The model answers in parts: ask for a stream (over REST with the header Accept: text/event-stream, "
@@ -97,8 +97,7 @@ class TensorService:
         `key` identifies the head, which has at most `KNOWN_HEAD_BYTES`, the model, and the version as the
         client named it. `prepared` has raw tensors only.
         """
-        # A time-out among the parameters counts from each request.
-        if self.enveloped(facts) or prepared.deadline_s != NO_DEADLINE:
+        if self.enveloped(facts):
             return
         sizes = [len(one.value) for one in prepared.parameters]
         emptied = tuple([Parameter(one.name, b"", one.content_type) for one in prepared.parameters])
@@ -128,7 +127,6 @@ def filled(
                 for one, raw in zip(parameters, tensors, strict=True)
             ]
         )
-    deadline_s = min(deadline_s, prepared.deadline_s)
     request = InferRequest(request_id, parameters, headers + prepared.headers, deadline_s)
     return prioritised(request, headers) if headers else request
 

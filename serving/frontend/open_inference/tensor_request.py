@@ -7,7 +7,6 @@ with tensors.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias, cast
@@ -18,7 +17,7 @@ from torchere.handlers.tensors.codec import check_byte_count
 from torchere.handlers.tensors.enveloped import BytesAs
 from torchere.serving.batching.stateful import SEQUENCE_END, SEQUENCE_ID, SEQUENCE_START
 from torchere.serving.errors import InvalidRequest
-from torchere.serving.types import NO_DEADLINE, InferRequest, Parameter
+from torchere.serving.types import InferRequest, Parameter
 
 ParameterValue: TypeAlias = bool | int | float | str
 Pairs: TypeAlias = tuple[tuple[str, str], ...]
@@ -72,8 +71,10 @@ def input_tensor(
 def infer_request(request: TensorRequest, json_bytes_as: BytesAs | None = None) -> InferRequest:
     """Translate a request to an `InferRequest`, without the id and the headers of a call.
 
-    The protocol's parameter `timeout`, in microseconds from now, becomes its deadline. The client's id is for
-    the response; of the handlers, only those that read JSON get it.
+    The protocol's parameter `timeout` is no deadline: Triton heeds it only where a model's queue allows it,
+    which is not its default, and many clients pass seconds instead of microseconds.
+
+    The client's id is for the response; of the handlers, only those that read JSON get it.
 
     `json_bytes_as` says how elements of BYTES are written in the JSON that the handler reads; None: it reads
     tensors.
@@ -87,6 +88,7 @@ def infer_request(request: TensorRequest, json_bytes_as: BytesAs | None = None) 
         raise InvalidRequest(
             f"parameters: found {len(request.parameters)}, expected at most {MAX_PARAMETERS}"
         )
+    _check_timeout(request.parameters)
     sequence = sequence_headers(request.parameters)
     wish = Wish(
         # The caller of a framed request adds the id to the response itself.
@@ -104,7 +106,7 @@ def infer_request(request: TensorRequest, json_bytes_as: BytesAs | None = None) 
             for tensor in request.inputs
         ]
     )
-    return InferRequest("", values, (*sequence, wish_header(wish)), _timeout(request.parameters))
+    return InferRequest("", values, (*sequence, wish_header(wish)))
 
 
 def sequence_headers(parameters: Mapping[str, ParameterValue]) -> Pairs:
@@ -190,10 +192,9 @@ def flag(
     return value
 
 
-def _timeout(parameters: Mapping[str, ParameterValue]) -> float:
+def _check_timeout(parameters: Mapping[str, ParameterValue]) -> None:
     value = parameters.get("timeout", 0)
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         raise InvalidRequest(
             f"parameters.timeout: found {shown(value)}, expected microseconds, as a whole number of 0 or more"
         )
-    return time.monotonic() + min(value, 2**53) / 1e6 if value else NO_DEADLINE
