@@ -26,7 +26,12 @@ from torchere.serving.frontend.open_inference.json_request import (
     parameter_values,
 )
 from torchere.serving.frontend.open_inference.tensor_answer import no_tensors
-from torchere.serving.frontend.open_inference.tensor_request import InputTensor, TensorRequest, check_names
+from torchere.serving.frontend.open_inference.tensor_request import (
+    InputTensor,
+    ParameterValue,
+    TensorRequest,
+    check_names,
+)
 
 Members = dict[str, Any]
 _Plain = bool | int | float | str | None
@@ -43,7 +48,7 @@ _OF_TYPE = ((bool, DATATYPES["BOOL"]), (int, DATATYPES["INT64"]), (float, DATATY
 
 
 def generate_request(body: bytes | memoryview, signature: Signature | None) -> TensorRequest:
-    """Parse a request body.
+    """Parse a request body. A value that is no input of the signature is a parameter, as in Triton.
 
     Raises:
         InvalidRequest: the body is invalid; the text names the field.
@@ -58,6 +63,13 @@ def generate_request(body: bytes | memoryview, signature: Signature | None) -> T
         raise InvalidRequest(f"id: found {_shown(request_id)}, expected a text")
     specs = {spec.name: spec for spec in signature.inputs} if signature else {}
     names = [name for name in said if name not in _RESERVED]
+    if signature:
+        # A list can't be a parameter: its name is refused, as that of an input that does not exist.
+        others = {
+            name: said[name] for name in names if name not in specs and isinstance(said[name], ParameterValue)
+        }
+        names = [name for name in names if name not in others]
+        parameters = others | (parameters or {})
     check_names("inputs", names)  # before each becomes a tensor
     inputs = []
     for name in names:

@@ -13,6 +13,7 @@ from torchere.serving.frontend.open_inference.generate import (
     generated,
     joined,
 )
+from torchere.serving.frontend.open_inference.service import check_signature
 from torchere.serving.frontend.open_inference.tensor_request import infer_request
 
 SIGNATURE = Signature(
@@ -48,6 +49,26 @@ def test_the_signature_says_what_they_are() -> None:
 def test_id_and_parameters_are_no_inputs() -> None:
     request = generate_request(b'{"id": "7", "parameters": {"temperature": 0.5}, "text": "a"}', None)
     assert (request.id, dict(request.parameters), len(request.inputs)) == ("7", {"temperature": 0.5}, 1)
+
+
+def test_a_value_that_is_no_input_of_the_signature_is_a_parameter() -> None:
+    parameters = {"k": 0.5, "stream": True}
+    body = json.dumps({"x": [1, 2], "n": 3, "max_tokens": 20, "stream": False, "parameters": parameters})
+    request = generate_request(body.encode(), SIGNATURE)
+    assert [one.name for one in request.inputs] == ["x", "n"]
+    assert request.parameters == {"max_tokens": 20, **parameters}
+
+
+def test_a_list_that_is_no_input_of_the_signature_is_refused_by_its_name() -> None:
+    request = generate_request(b'{"x": [1, 2], "n": 3, "m": [1]}', SIGNATURE)
+    with pytest.raises(InvalidRequest, match=r"^inputs\[2\]\.name: found 'm', expected one of 'x', 'n'$"):
+        check_signature(request, SIGNATURE)
+
+
+@pytest.mark.parametrize("value", [b"null", b"{}"])
+def test_nothing_and_an_object_are_no_parameters(value: bytes) -> None:
+    with pytest.raises(InvalidRequest, match=r"^m: found .*, expected a text, a number, true or false"):
+        generate_request(b'{"x": [1, 2], "n": 3, "m": %b}' % value, SIGNATURE)
 
 
 def test_null_for_id_and_parameters_is_as_if_they_were_not_there() -> None:
