@@ -14,7 +14,17 @@ import msgspec
 import numpy as np
 import orjson
 
-from torchere.handlers.tensors import BF16, BYTES, DATATYPES, Array, Datatype, TensorError, check_shape, shown
+from torchere.handlers.tensors import (
+    BF16,
+    BYTES,
+    DATATYPES,
+    MAX_DIMENSIONS,
+    Array,
+    Datatype,
+    TensorError,
+    check_shape,
+    shown,
+)
 
 _LENGTH = struct.Struct("<I")  # before each element of BYTES
 _NUMPYS_MAX_DIMENSIONS = 64
@@ -208,7 +218,7 @@ def _torch_bfloat16(raw: bytes | bytearray | memoryview, sizes: tuple[int, ...])
     return torch.frombuffer(bytearray(raw), dtype=torch.bfloat16).reshape(sizes)
 
 
-# Converts tensors to and from Open Inference Protocol JSON: a list, flat or nested as the shape.
+# Converts tensors to and from Open Inference Protocol JSON: a list, flat or nested.
 #
 # JSON has no NaN and no infinity. Requests may have them as strings or, within limits, without quotes
 # (`quoted_non_finite`). Answers have them as Python's `json` and Triton write them: `NaN`, `Infinity`.
@@ -274,7 +284,8 @@ def array_from_json(data: object, datatype: Datatype, shape: Sequence[object], f
     """Return parsed JSON as a numpy array; BF16 as rounded float32, BYTES as UTF-8 `bytes` objects.
 
     Args:
-        data: a flat list in row-major order, or lists nested as in `shape`.
+        data: a list in row-major order, flat or nested; the lists of a level have one size, which may be
+            another than that of `shape`, as in Triton.
         datatype: the type of the elements; numbers are never rounded to integers and never wrap around.
         shape: the shape, which is checked here.
         field: name for errors: `inputs[0]`.
@@ -352,26 +363,34 @@ def _flattened(data: object, sizes: tuple[int, ...], name: str) -> list[Any]:
         raise TensorError(name, kind_of(data), f"a list of {count} elements")
     flat = data
     if data and type(data[0]) is list:
-        flat = _unnested(data, sizes, name)
+        flat = _unnested(data, name)
     if len(flat) != count:
         raise TensorError(name, f"{len(flat)} elements", f"{count} for shape {list(sizes)}")
     return flat
 
 
-def _unnested(data: list[Any], sizes: tuple[int, ...], name: str) -> list[Any]:
-    level = [data]
-    for depth, size in enumerate(sizes):
+def _unnested(data: list[Any], name: str) -> list[Any]:
+    level, sizes = data, [len(data)]
+    while level and type(level[0]) is list and len(sizes) < MAX_DIMENSIONS:
+        size = len(level[0])
         if not (_LISTS.issuperset(map(type, level)) and {size}.issuperset(map(len, level))):
             place, item = next(
                 (i, item) for i, item in enumerate(level) if type(item) is not list or len(item) != size
             )
             found = f"{len(item)} elements" if type(item) is list else kind_of(item)
-            raise TensorError(f"{name}{index_of(place, sizes[:depth])}", found, f"a list of {size}")
+            raise irregular(found, name, place, (*sizes, size))
+        sizes.append(size)
         level = list(chain.from_iterable(level))
     return level
 
 
-def index_of(place: int, sizes: tuple[int, ...]) -> str:
+def irregular(found: str, name: str, place: int, sizes: Sequence[int]) -> TensorError:
+    """Return the error for an item of a flattened level that is not a list of the last of `sizes`."""
+    expected = f"a list of {sizes[-1]}, as the list before it"
+    return TensorError(f"{name}{_index_of(place, sizes[:-1])}", found, expected)
+
+
+def _index_of(place: int, sizes: Sequence[int]) -> str:
     """Return the index in nested lists, such as `[1][3]`, of an item of a flattened level."""
     steps = []
     for size in reversed(sizes):

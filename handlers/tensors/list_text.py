@@ -14,11 +14,11 @@ from typing import Any, NoReturn
 import msgspec
 import numpy as np
 
-from torchere.handlers.tensors import Array, Datatype, TensorError, check_shape
+from torchere.handlers.tensors import MAX_DIMENSIONS, Array, Datatype, TensorError, check_shape
 from torchere.handlers.tensors.codec import (
     array_from_elements,
     bytes_from_tensor,
-    index_of,
+    irregular,
     kind_of,
     wrong_type,
 )
@@ -71,41 +71,35 @@ class ListText:
             NO_JSON: an element is invalid JSON.
         """
         sizes, name = check_shape(shape, f"{field}.shape"), f"{field}.data"
-        is_nested = self._codes[1] == _OPEN
-        starts, ends = self._nested(sizes, name) if is_nested else self._flat(sizes, name)
+        starts, ends = self._innermost(name)
+        if len(starts) != math.prod(sizes):
+            raise TensorError(name, f"{len(starts)} elements", f"{math.prod(sizes)} for shape {list(sizes)}")
         return b"".join(self._converted(starts, ends, datatype, name))
 
-    def _flat(self, sizes: tuple[int, ...], name: str) -> tuple[Array, Array]:
-        """Return where each element begins and ends, after checking their number."""
-        count = self.count
-        if count != math.prod(sizes):
-            raise TensorError(name, f"{count} elements", f"{math.prod(sizes)} for shape {list(sizes)}")
-        return _elements(*self._level(1), count)
-
-    def _nested(self, sizes: tuple[int, ...], name: str) -> tuple[Array, Array]:
-        """Return where each innermost element begins and ends, after checking the nesting of the lists."""
-        expected = 1
+    def _innermost(self, name: str) -> tuple[Array, Array]:
+        """Return where each innermost element begins and ends; the lists of a level have one size."""
+        sizes: list[int] = []
         starts: Array = np.zeros(1, np.int32)
         ends = starts
-        for depth, size in enumerate(sizes):
-            places, codes = self._level(depth + 1)
+        while len(starts) and self._codes[starts[0]] == _OPEN and len(sizes) < MAX_DIMENSIONS:
+            places, codes = self._level(len(sizes) + 1)
             opens, closes = np.flatnonzero(codes == _OPEN), np.flatnonzero(codes == _CLOSE)
             counts = closes - opens  # there is one comma fewer than elements
             counts[places[closes] == places[opens] + 1] = 0
-            if len(counts) != expected or (counts != size).any():
-                self._refuse_list(starts, counts, name, sizes[: depth + 1])
-            expected *= size
-            starts, ends = _elements(places, codes, expected)
+            sizes.append(int(counts[0]))
+            if len(counts) != len(starts) or (counts != sizes[-1]).any():
+                self._refuse_list(starts, counts, name, sizes)
+            starts, ends = _elements(places, codes, math.prod(sizes))
         return starts, ends
 
-    def _refuse_list(self, starts: Array, counts: Array, name: str, sizes: tuple[int, ...]) -> NoReturn:
+    def _refuse_list(self, starts: Array, counts: Array, name: str, sizes: Sequence[int]) -> NoReturn:
         """Raise the error for the first of the items at `starts` that is not a list of the last size."""
         found = np.full(len(starts), -1)
         found[self._codes[starts] == _OPEN] = counts
         place = int(np.argmax(found != sizes[-1]))
         count = int(found[place])
         kind = kind_of(self._value_at(int(starts[place]))) if count < 0 else f"{count} elements"
-        raise TensorError(f"{name}{index_of(place, sizes[:-1])}", kind, f"a list of {sizes[-1]}")
+        raise irregular(kind, name, place, sizes)
 
     def _converted(self, starts: Array, ends: Array, datatype: Datatype, name: str) -> Iterator[bytes]:
         """Yield the bytes of the elements, in slices."""

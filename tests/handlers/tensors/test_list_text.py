@@ -58,8 +58,15 @@ def by_objects(text: bytes, name: str, shape: list[Any]) -> bytes | str:
         (b'[[1,2],"a,b"]', "FP32", [2, 2]),
         (b"[[[1],2]]", "FP32", [1, 2, 1]),
         (b"[[1,2]]", "FP32", [2]),
+        (b"[[1,2]]", "FP32", [3]),
+        (b"[[1,[2]]]", "FP32", [2]),
+        (b"[[[1,2],[3,4]]]", "FP32", [1, 4]),
+        (b"[[1],[2],[3],[4]]", "FP32", [1, 4]),
+        (b'[["a","b"],["c","d"],["e","f"],["g","h"]]', "BYTES", [2, 4]),
         (b"[[1]]", "FP32", []),
         (b"[[[1]]]", "FP32", [1, 1]),
+        (b"[" * 32 + b"1" + b"]" * 32, "FP32", [1]),
+        (b"[" * 33 + b"1" + b"]" * 33, "FP32", [1]),
         (b"[1,2,3,[4]]", "FP32", [4]),
         (b'[1,2,3,{"a":[5,6]}]', "FP32", [4]),
         (b"[1,2,3,true]", "FP32", [4]),
@@ -74,6 +81,12 @@ def by_objects(text: bytes, name: str, shape: list[Any]) -> bytes | str:
 )
 def test_examples(text: bytes, name: str, shape: list[Any]) -> None:
     assert by_text(text, name, shape) == by_objects(text, name, shape)
+
+
+@pytest.mark.parametrize("text", [b"[[1,2],[3,4]]", b"[[1],[2],[3],[4]]", b"[[[1,2],[3,4]]]", b"[[1,2,3,4]]"])
+@pytest.mark.parametrize("shape", [[4], [1, 4], [2, 2], [2, 1, 2]])
+def test_lists_may_be_nested_otherwise_than_the_shape(text: bytes, shape: list[int]) -> None:
+    assert by_text(text, "INT8", shape) == bytes([1, 2, 3, 4])
 
 
 VALUES = (

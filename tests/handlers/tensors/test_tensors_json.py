@@ -13,12 +13,24 @@ from hypothesis import strategies as st
 from torchere.handlers.tensors import BF16, BYTES, DATATYPES, TensorError
 from torchere.handlers.tensors.codec import array_from_json, json_from_tensor, objects_array, tensor_from_json
 
+DEEP = json.loads("[" * 33 + "1" + "]" * 33)  # one level more than a tensor has dimensions
+
 
 def read(data: object, name: str, shape: list[Any]) -> Any:
     return tensor_from_json(data, DATATYPES[name], shape, "inputs[0]")
 
 
-@pytest.mark.parametrize("data", [[1, 2, 3, 4], [[1, 2], [3, 4]]])
+@pytest.mark.parametrize(
+    "data",
+    [
+        [1, 2, 3, 4],
+        [[1, 2], [3, 4]],
+        [[1, 2, 3, 4]],
+        [[1], [2], [3], [4]],
+        [[[1, 2], [3, 4]]],
+        [[[[1]], [[2]], [[3]], [[4]]]],
+    ],
+)
 @pytest.mark.parametrize("name", ["INT8", "UINT64", "FP16", "FP32", "FP64"])
 def test_data_may_be_flat_or_nested(data: object, name: str) -> None:
     array = read(data, name, [2, 2])
@@ -59,11 +71,18 @@ def test_without_torch_bf16_is_the_same_numbers_as_float32() -> None:
     ("data", "name", "shape", "text"),
     [
         ([1, 2, 3], "FP32", [2], r"inputs\[0\]\.data: found 3 elements, expected 2 for shape \[2\]"),
-        ([[1, 2], [3]], "FP32", [2, 2], r"inputs\[0\]\.data\[1\]: found 1 elements, expected a list of 2"),
+        (
+            [[1, 2], [3]],
+            "FP32",
+            [2, 2],
+            r"inputs\[0\]\.data\[1\]: found 1 elements, expected a list of 2, as the list before it$",
+        ),
         ([[1, 2], 3], "FP32", [2, 2], r"inputs\[0\]\.data\[1\]: found 3, expected a list of 2"),
         ([[[1], 2]], "FP32", [1, 2, 1], r"inputs\[0\]\.data\[0\]\[1\]: found 2, expected a list of 1"),
-        ([[1, 2]], "FP32", [2], r"inputs\[0\]\.data: found 1 elements, expected a list of 2"),
-        ([[[1]]], "FP32", [1, 1], r"inputs\[0\]\.data\[0\]: found a list, expected numbers for FP32"),
+        ([[1, 2]], "FP32", [3], r"inputs\[0\]\.data: found 2 elements, expected 3 for shape \[3\]"),
+        ([[1], [2, 3]], "FP32", [3], r"inputs\[0\]\.data\[1\]: found 2 elements, expected a list of 1"),
+        ([[1, [2]]], "FP32", [2], r"inputs\[0\]\.data\[1\]: found a list, expected numbers for FP32"),
+        (DEEP, "FP32", [1], r"inputs\[0\]\.data\[0\]: found a list, expected numbers for FP32"),
         ([1, [2]], "FP32", [2], r"inputs\[0\]\.data\[1\]: found a list, expected numbers for FP32"),
         ([1, True], "FP32", [2], r"inputs\[0\]\.data\[1\]: found True, expected numbers"),
         ([True], "INT8", [1], r"inputs\[0\]\.data\[0\]: found True, expected whole numbers"),
@@ -83,7 +102,7 @@ def test_without_torch_bf16_is_the_same_numbers_as_float32() -> None:
         ({"a": 1}, "FP32", [1], r"inputs\[0\]\.data: found an object, expected a list of 1 elements"),
         (None, "FP32", [], r"inputs\[0\]\.data: found nothing, expected a list of 1 elements"),
         ([], "FP32", [2**40], r"inputs\[0\]\.data: found 0 elements, expected 1099511627776"),
-        ([[]], "FP32", [2**40, 0], r"inputs\[0\]\.data: found 1 elements, expected a list of"),
+        ([[1]], "FP32", [2**40, 0], r"inputs\[0\]\.data: found 1 elements, expected 0 for shape"),
         ([1], "FP32", [1, -1], r"inputs\[0\]\.shape\[1\]: found -1"),
     ],
 )

@@ -85,6 +85,12 @@ def test_binary_tensors_stand_behind_the_json_in_order() -> None:
 
 
 @pytest.mark.usefixtures("items")
+@pytest.mark.parametrize("data", [[[1], [2]], [[[1, 2]]]])
+def test_data_may_be_nested_otherwise_than_the_shape(data: list[Any]) -> None:
+    assert checked(body({**X, "data": data})).inputs[0] == checked(body(X)).inputs[0]
+
+
+@pytest.mark.usefixtures("items")
 def test_a_tensor_without_elements_is_a_tensor() -> None:
     assert checked(body({**X, "shape": [0, 3], "data": []})).inputs[0].raw == b""
     assert checked(*binary(0, b"", shape=[0])).inputs[0].shape == (0,)
@@ -120,7 +126,7 @@ def test_empty_data_beside_a_binary_tensor_is_no_data(empty: str) -> None:
         ({"datatype": "BYTES"}, r"inputs[0].data[0]: found 1, expected texts"),
         ({"datatype": "INT64", "data": [2**63, 0]}, r"inputs[0].data[0]: found 9223372036854775808"),
         ({"datatype": "FP16", "data": [1e9, 0]}, r"inputs[0].data[0]: found 1000000000.0"),
-        ({"data": [[1], [2, 3]]}, r"inputs[0].data[0]: found a list"),
+        ({"data": [[1], [2, 3]]}, r"inputs[0].data[1]: found 2 elements, expected a list of 1"),
         ({"data": "12"}, r"inputs[0].data: found '12'"),
         ({"name": 3}, r"inputs[0].name: Expected `str`, got `int`"),
         ({"name": ""}, r"inputs[0].name: found ''"),
