@@ -20,7 +20,7 @@ from torchere.handlers.loading.compile import PT2_BACKENDS
 PROFILER_AVAILABLE = True
 XLA_AVAILABLE = importlib.util.find_spec("torch_xla") is not None
 PT2_AVAILABLE = True
-PT230_AVAILABLE = True  # torch 2.6 is the oldest that torchere runs with
+PT230_AVAILABLE = True  # torch 2.10 is the oldest that torchere runs with
 ONNX_AVAILABLE = importlib.util.find_spec("onnxruntime") is not None
 PT2Backend: Any = Enum("PT2Backend", [(name.upper(), name) for name in sorted(PT2_BACKENDS)], type=str)  # type: ignore[misc]
 

@@ -21,7 +21,6 @@ import socket
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, TypeAlias
 
 import msgspec
@@ -155,11 +154,15 @@ def open_store(host: str, ranks: int) -> TCPStore:
         OSError: the address can't be bound.
     """
     listener = listener_at(host, 0)
-    open_at = partial(TCPStore, reached_at(host), listener.getsockname()[1], ranks, is_master=True)
-    try:
-        store = open_at(wait_for_workers=False, master_listen_fd=listener.fileno())
-    except NotImplementedError:  # raised in torch 2.6 by the default backend, libuv
-        store = open_at(wait_for_workers=False, master_listen_fd=listener.fileno(), use_libuv=False)
+    port = listener.getsockname()[1]
+    store = TCPStore(
+        reached_at(host),
+        port,
+        ranks,
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=listener.fileno(),
+    )
     listener.detach()  # it is the store's now
     return store
 

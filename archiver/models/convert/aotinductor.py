@@ -342,7 +342,7 @@ def _settings(isa: str | None, freezing: bool) -> dict[str, Any]:
     if wanted in _LEVELS:
         march, bits = _LEVELS[wanted]
         settings["cpp.simdlen"] = bits
-        if hasattr(torch._inductor.config.cpp, "march"):  # torch 2.12 on
+        if hasattr(torch._inductor.config.cpp, "march"):  # torch 2.13 on; before, for this CPU model
             settings["cpp.march"] = march
     return settings
 

@@ -93,9 +93,9 @@ def exportable(module: torch.nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _whole_recurrent_layers() -> Iterator[None]:
-    """Register torch's loops for recurrent layers (torch 2.9 on), so that their lengths are not unrolled."""
+    """Register torch's loops for recurrent layers, if it has them, so that their lengths are not unrolled."""
     patches: Any = None
-    with contextlib.suppress(ImportError):  # torch 2.6 to 2.8 have no such module
+    with contextlib.suppress(ImportError):  # torch 2.10 has no such module
         from torch.export import _patches as patches  # noqa: PLC0415
     found = [getattr(patches, f"register_{kind}_while_loop_decomposition", None) for kind in ("lstm", "gru")]
     layers = (torch.ops.aten.lstm.input, torch.ops.aten.gru.input)
@@ -134,7 +134,7 @@ def save_program(program: ExportedProgram, path: Path) -> None:
     Raises:
         ModelRefused: the saved file has content that servers do not load.
     """
-    program._example_inputs = None  # the property can't be set to None in torch 2.6
+    program.example_inputs = None
     _forget_origins(program)
     torch.export.save(program, path)
     try:

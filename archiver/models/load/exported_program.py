@@ -6,7 +6,6 @@ Servers pass all inputs by position, in the order in which the program names the
 from __future__ import annotations
 
 import functools
-import inspect
 import json
 import operator
 from collections.abc import Callable, Mapping
@@ -44,9 +43,8 @@ def take_by_position(program: ExportedProgram) -> None:
 
 
 def unguarded_module(program: ExportedProgram) -> torch.nn.Module:
-    """Return the module of a program without the guards of torch 2.9 and later, which can't be traced."""
-    has_guards = "check_guards" in inspect.signature(program.module).parameters
-    return program.module(check_guards=False) if has_guards else program.module()
+    """Return the module of a program without its guards, which can't be traced."""
+    return program.module(check_guards=False)
 
 
 def _spec(program: ExportedProgram) -> Any:

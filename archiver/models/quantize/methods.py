@@ -292,7 +292,7 @@ def bf16(module: nn.Module, has_bf16: bool | None = None) -> nn.Module:
 
 def processor_has_bf16() -> bool:
     """Return whether this processor multiplies bfloat16."""
-    capabilities: Any = getattr(torch.cpu, "get_capabilities", dict)  # torch 2.6 has no such function
+    capabilities: Any = getattr(torch.cpu, "get_capabilities", dict)  # torch 2.10 has no such function
     found = capabilities() or {"avx512_bf16": torch.cpu._is_avx512_bf16_supported()}
     return any(bool(found.get(name)) for name in ("avx512_bf16", "amx_bf16", "bf16", "sve_bf16"))
 

@@ -113,7 +113,7 @@ class Report:
 
 def this_machine() -> Machine:
     """Return the CPU, its vector instructions and the torch version, on which the measurements depend."""
-    capabilities: Any = getattr(torch.cpu, "get_capabilities", dict)  # torch 2.6 has no such function
+    capabilities: Any = getattr(torch.cpu, "get_capabilities", dict)  # torch 2.10 has no such function
     found = capabilities() or {"avx512_vnni": torch.cpu._is_vnni_supported()}
     vnni = bool(found.get("avx512_vnni") or found.get("avx_vnni"))
     return Machine(_cpu_name(), torch.backends.cpu.get_cpu_capability(), vnni, torch.__version__)

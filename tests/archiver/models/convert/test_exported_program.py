@@ -81,7 +81,7 @@ def test_recurrent_layers_and_torchs_transformer_keep_their_lengths_free(
 
 
 def test_a_torch_without_loops_for_recurrent_layers_exports(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr("torch.export._patches", raising=False)  # as with torch 2.6 to 2.8
+    monkeypatch.delattr("torch.export._patches", raising=False)  # as with torch 2.10
     monkeypatch.setitem(sys.modules, "torch.export._patches", None)
     monkeypatch.delitem(sys.modules, "torchere.archiver.models.convert.exported_program")
     module = importlib.import_module("torchere.archiver.models.convert.exported_program")

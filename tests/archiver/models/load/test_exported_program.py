@@ -14,7 +14,6 @@ from torchere.archiver.models.load.exported_program import (
     ServedProgram,
     keyword_inputs,
     take_by_position,
-    unguarded_module,
 )
 from torchere.archiver.models.load.source import read_source
 from torchere.handlers.compiled import load as aot
@@ -150,10 +149,3 @@ def test_the_kinds_of_inputs_that_are_remembered_are_bounded(
     for rows in range(1, 9):
         served(torch.ones(rows, 4))
     assert len(served._passed) <= 3
-
-
-def test_a_torch_without_guards_gives_the_module(monkeypatch: pytest.MonkeyPatch) -> None:
-    program = torch.export.export(torch.nn.Linear(4, 3), (torch.ones(2, 4),))
-    whole = program.module
-    monkeypatch.setattr(program, "module", lambda: whole(check_guards=False))  # as with torch 2.6 to 2.8
-    assert unguarded_module(program)(torch.ones(2, 4)).shape == (2, 3)
