@@ -25,6 +25,10 @@ CPP_HANDLERS = dict.fromkeys(
     ("BaseHandler", "TorchScriptHandler"), "torchere.handlers.densenet:TorchScriptHandler"
 )
 """The same for archives of TorchServe's C++ backend, `runtime: LSP`."""
+OF_TOOLKITS = {
+    "sagemaker_pytorch_serving_container.handler_service": "torchere.handlers.sagemaker:SageMakerHandler"
+}
+"""Names of other servers' modules that manifests have; these handlers need a process of their own."""
 CPP_ADVICE = (
     "expected a class in a shared library, such as libmy_handler:MyHandler in libmy_handler.so, or "
     "TorchScriptHandler"

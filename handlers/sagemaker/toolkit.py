@@ -1,18 +1,15 @@
-"""Formats and errors of SageMaker's inference toolkit, and the module names under which scripts import them.
+"""Formats and errors of SageMaker's inference toolkit.
 
 Scripts (`inference.py`) import helpers from `sagemaker_inference`. Where that package is not installed,
-`install` provides the modules that scripts use. Reading and writing have the same results as in the toolkit,
-except that NumPy files with pickled objects are refused.
+`ts_compat/alias.py` provides the modules that scripts use. Reading and writing have the same results as in
+the toolkit, except that NumPy files with pickled objects are refused.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import io
 import json
-import sys
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -139,32 +136,3 @@ def encode(array_like: Any, content_type: str) -> Any:
 def parse_accept(accept: str) -> list[str]:
     """Return the content types of an `Accept` header."""
     return accept.replace(" ", "").split(",")
-
-
-_MODULES: dict[str, tuple[str, ...]] = {
-    "sagemaker_inference": (),
-    "sagemaker_inference.content_types": ("JSON", "CSV", "OCTET_STREAM", "ANY", "NPY", "NPZ", "UTF8_TYPES"),
-    "sagemaker_inference.decoder": ("decode",),
-    "sagemaker_inference.encoder": ("encode", "SUPPORTED_CONTENT_TYPES"),
-    "sagemaker_inference.errors": (
-        "UnsupportedFormatError",
-        "BaseInferenceToolkitError",
-        "GenericInferenceToolkitError",
-    ),
-    "sagemaker_inference.utils": ("parse_accept",),
-}
-
-
-def install() -> None:
-    """Make `import sagemaker_inference` work in this process, unless the package is installed. Idempotent."""
-    if "sagemaker_inference" in sys.modules or importlib.util.find_spec("sagemaker_inference") is not None:
-        return
-    for name, members in _MODULES.items():
-        module = ModuleType(name)
-        module.__dict__.update({member: globals()[member] for member in members})
-        parent, _, child = name.rpartition(".")
-        if parent:
-            setattr(sys.modules[parent], child, module)
-        else:
-            module.__path__ = []
-        sys.modules[name] = module

@@ -1,4 +1,4 @@
-"""Resolves `import ts...` to torchere's classes, without TorchServe.
+"""Resolves `import ts...` to torchere's classes, without TorchServe, and SageMaker's toolkit likewise.
 
 Handlers written for TorchServe import from `ts`. After `install()` those imports resolve as in the table
 `ALIASES`. Modules in `NOT_SHIPPED` raise an ImportError with the reason, instead of "No module named".
@@ -18,8 +18,8 @@ from types import ModuleType
 __version__ = "0.12.0"  # the TorchServe version whose contract the aliases keep, not torchere's own
 _HANDLERS = "torchere.handlers."
 
-# Module path under `ts` -> its names, by the module of torchere's handlers that defines them: "Name",
-# "Name as Alias", or "*" for all public ones.
+# Module path under `ts` or in SageMaker's toolkit -> its names, by the module of torchere's handlers that
+# defines them: "Name", "Name as Alias", or "*" for all public ones.
 ALIASES: dict[str, dict[str, str]] = {
     "ts": {"ts_compat.alias": "__version__"},
     "ts.version": {"ts_compat.alias": "__version__"},
@@ -104,6 +104,27 @@ ALIASES: dict[str, dict[str, str]] = {
             "MetricsCacheError as GeneralMetricsCacheError"
         ),
     },
+    "sagemaker_inference.content_types": {
+        "sagemaker.toolkit": "JSON, CSV, OCTET_STREAM, ANY, NPY, NPZ, UTF8_TYPES",
+    },
+    "sagemaker_inference.decoder": {"sagemaker.toolkit": "decode"},
+    "sagemaker_inference.encoder": {"sagemaker.toolkit": "encode, SUPPORTED_CONTENT_TYPES"},
+    "sagemaker_inference.errors": {
+        "sagemaker.toolkit": (
+            "UnsupportedFormatError, BaseInferenceToolkitError, GenericInferenceToolkitError"
+        ),
+    },
+    "sagemaker_inference.utils": {"sagemaker.toolkit": "parse_accept"},
+    "sagemaker_inference.default_handler_service": {"sagemaker.transformer": "DefaultHandlerService"},
+    "sagemaker_inference.default_inference_handler": {"sagemaker.transformer": "DefaultInferenceHandler"},
+    "sagemaker_inference.transformer": {"sagemaker.transformer": "Transformer"},
+    "sagemaker_pytorch_serving_container.default_pytorch_inference_handler": {
+        "sagemaker.transformer": "DefaultPytorchInferenceHandler",
+        "sagemaker.toolkit": "ModelLoadError",
+    },
+    "sagemaker_pytorch_serving_container.handler_service": {
+        "sagemaker": "SageMakerHandler as HandlerService",
+    },
 }
 
 # Module path under `ts` -> why torchere does not have it, and the alternative.
@@ -144,11 +165,14 @@ class _AliasImporter(Loader):
         Raises:
             ImportError: the module is one of TorchServe's that torchere does not have.
         """
-        if fullname in ALIASES:
-            return ModuleSpec(fullname, self, origin="torchere.handlers", is_package=fullname in _PACKAGES)
+        if fullname in ALIASES and fullname.partition(".")[0] == "ts":
+            return self._spec(fullname)
         if fullname in NOT_SHIPPED:
             raise ImportError(f"{fullname} is not part of torchere: {NOT_SHIPPED[fullname]}", name=fullname)
         return None
+
+    def _spec(self, fullname: str) -> ModuleSpec:
+        return ModuleSpec(fullname, self, origin="torchere.handlers", is_package=fullname in _PACKAGES)
 
     def exec_module(self, module: ModuleType) -> None:
         """Fill an alias module with the names of torchere's modules."""
@@ -165,6 +189,16 @@ class _AliasImporter(Loader):
             importlib.import_module("ts.metrics.system_metrics")
 
 
+class _ToolkitImporter(_AliasImporter):
+    """The same for SageMaker's toolkit. It comes last, so that an installed toolkit takes precedence."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Return a spec for a module of the table; `path` has entries if the package is another's."""
+        return self._spec(fullname) if fullname in ALIASES and not path else None
+
+
 def _module_below(package: str, name: str) -> ModuleType:
     if f"{package}.{name}" not in ALIASES:
         raise AttributeError(f"module {package!r} has no attribute {name!r}")
@@ -172,6 +206,7 @@ def _module_below(package: str, name: str) -> ModuleType:
 
 
 _importer = _AliasImporter()
+_toolkit_importer = _ToolkitImporter()
 
 
 def find_spec(fullname: str) -> ModuleSpec | None:
@@ -183,6 +218,9 @@ def install() -> None:
     """Make `import ts` resolve to torchere in this process. Idempotent and cheap: imports nothing yet.
 
     It takes precedence over an installed TorchServe, but modules already imported stay unchanged.
+    An installed toolkit of SageMaker stays, and takes precedence.
     """
     if _importer not in sys.meta_path:
         sys.meta_path.insert(0, _importer)
+    if _toolkit_importer not in sys.meta_path:
+        sys.meta_path.append(_toolkit_importer)

@@ -8,7 +8,7 @@ import pytest
 
 from torchere.handlers.errors import PredictionException
 from torchere.handlers.rows import read_each, refusal, settings_of
-from torchere.handlers.sagemaker import SageMakerHandler
+from torchere.handlers.sagemaker.transformer import DefaultPytorchInferenceHandler, Transformer
 
 
 def test_each_row_is_read_or_keeps_what_is_wrong_with_it() -> None:
@@ -38,12 +38,12 @@ def test_a_request_that_the_script_of_sagemaker_answers_wrongly_fails_alone(
 ) -> None:
     script = ModuleType("inference")
     vars(script)["transform_fn"] = lambda model, body, kind, accept: (body, 7 if body == "bad" else accept)
-    handler = SageMakerHandler()
-    handler._model = None
-    handler._take_functions(script)
+    transformer = Transformer(DefaultPytorchInferenceHandler())
+    transformer._model, transformer._initialized = None, True
+    transformer._take_functions(script)
     context = make_context(tmp_path)
     begin(context, 3, accept="text/csv", Accept={"content-type": ""})  # the latter is a form field
-    good, bad, other = handler.handle([{"body": "good"}, {"body": "bad"}, {"body": "other"}], context)
+    good, bad, other = transformer.transform([{"body": "good"}, {"body": "bad"}, {"body": "other"}], context)
     assert (good, other) == ("good", "other")
     assert "convert it with str()" in bad
     assert [context.get_response_status(index)[0] for index in range(3)] == [200, 500, 200]

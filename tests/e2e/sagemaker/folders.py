@@ -5,6 +5,7 @@ TorchServe 0.12.0 with torch 2.13.0: status, content type and body, without trac
 """
 
 import io
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -17,11 +18,13 @@ BINARY = "application/octet-stream"
 
 
 class Folder(NamedTuple):
-    """A folder: its script, the name of its model file, and the requests that are sent."""
+    """A folder: its script, the name of its model file, the requests that are sent, and a packed handler."""
 
     script: str | None
     model: str | None = None
     requests: str = "tensors"
+    handler: str | None = None
+    handler_code: str | None = None
 
 
 def npy(values: Sequence[Sequence[float]] | Sequence[int]) -> bytes:
@@ -29,6 +32,13 @@ def npy(values: Sequence[Sequence[float]] | Sequence[int]) -> bytes:
     np.save(buffer, np.array(values, dtype="float32"))
     return buffer.getvalue()
 
+
+NUMBERS = """
+def model_fn(d): return 4
+def input_fn(d, c): return float(d)
+def predict_fn(d, m): return d * m
+def output_fn(p, a): return str(p)
+"""
 
 FOLDERS = {
     "plain": Folder(None, "model.pt", "tensors"),
@@ -160,6 +170,52 @@ def output_fn(p, a): return str(p)
         None,
         "number",
     ),
+    "service": Folder(  # as the toolkit's own file, which users copy into their folder
+        NUMBERS,
+        None,
+        "number",
+        "handler_service.py",
+        """
+from sagemaker_inference.default_handler_service import DefaultHandlerService
+from sagemaker_inference.transformer import Transformer
+from sagemaker_pytorch_serving_container.default_pytorch_inference_handler import \\
+    DefaultPytorchInferenceHandler
+import os, sys
+class HandlerService(DefaultHandlerService):
+    def __init__(self):
+        self._initialized = False
+        transformer = Transformer(default_inference_handler=DefaultPytorchInferenceHandler())
+        super(HandlerService, self).__init__(transformer=transformer)
+    def initialize(self, context):
+        if not self._initialized:
+            sys.path.append(os.path.join(context.system_properties.get('model_dir'), 'code'))
+            self._initialized = True
+        super().initialize(context)
+""",
+    ),
+    "functions": Folder(  # a handler of the folder that has the functions itself
+        None,
+        None,
+        "number",
+        "own_handler.py",
+        """
+from sagemaker_inference import default_inference_handler
+from sagemaker_inference.default_handler_service import DefaultHandlerService
+from sagemaker_inference.transformer import Transformer
+class HandlerService(DefaultHandlerService):  # a handler's file has one class
+    def __init__(self):
+        class Functions(default_inference_handler.DefaultInferenceHandler):
+            def default_model_fn(self, model_dir): return 4
+            def default_predict_fn(self, data, model): return data * model
+        super().__init__(transformer=Transformer(default_inference_handler=Functions()))
+""",
+    ),
+    "named_service": Folder(
+        NUMBERS, None, "number", "sagemaker_pytorch_serving_container.handler_service:handle"
+    ),
+    "service_module": Folder(
+        NUMBERS, None, "number", "sagemaker_pytorch_serving_container.handler_service.py"
+    ),
 }
 
 REQUESTS: dict[str, list[tuple[str | None, bytes, str | None]]] = {
@@ -204,7 +260,7 @@ class Linear(torch.nn.Module):
 
 def write(name: str, folder: Path) -> None:
     """Write one of the folders, as SageMaker unpacks its `model.tar.gz`."""
-    script, model, _ = FOLDERS[name]
+    script, model, _, handler, handler_code = FOLDERS[name]
     (folder / "code").mkdir(parents=True)
     if model:
         torch.jit.script(Linear()).save(str(folder / model))
@@ -212,3 +268,9 @@ def write(name: str, folder: Path) -> None:
         (folder / "code" / "inference.py").write_text(script)
     if name == "beside":
         (folder / "code" / "helper.py").write_text("factor = 4\n")
+    if handler:
+        manifest = {"runtime": "python", "model": {"modelName": "model", "handler": handler}}
+        (folder / "MAR-INF").mkdir()
+        (folder / "MAR-INF" / "MANIFEST.json").write_text(json.dumps(manifest))
+    if handler_code:
+        (folder / str(handler)).write_text(handler_code)

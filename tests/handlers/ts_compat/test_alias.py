@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -119,3 +120,26 @@ def test_installing_imports_no_torch() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
     )
     assert done.stdout.strip() == "False"
+
+
+def test_an_installed_toolkit_of_sagemaker_takes_precedence(tmp_path: Path) -> None:
+    (tmp_path / "sagemaker_inference").mkdir()
+    (tmp_path / "sagemaker_inference" / "__init__.py").write_text("NAME = 'installed'\n")
+    code = (
+        "from torchere.handlers import ts_alias; ts_alias.install()\n"
+        "import sagemaker_inference; print(sagemaker_inference.NAME)\n"
+        "try: import sagemaker_inference.decoder\n"
+        "except ImportError as err: print(err)\n"
+        "from sagemaker_pytorch_serving_container import handler_service\n"
+        "print(handler_service.HandlerService.__name__)\n"
+    )
+    path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
+    environ = {**os.environ, "PYTHONPATH": path}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True, timeout=60
+    )
+    assert done.stdout.splitlines() == [
+        "installed",
+        "No module named 'sagemaker_inference.decoder'",
+        "SageMakerHandler",
+    ]

@@ -103,6 +103,7 @@ def test_the_store_of_the_configuration_is_looked_at(tmp_path: Path) -> None:
         ("h:handle", "same"),
         ("/home/me/h.py", "unsupported"),  # a manifest that points outside of its archive
         ("image_classifier", "same"),
+        ("sagemaker_pytorch_serving_container.handler_service:handle", "same"),
         ("vllm_handler", "unsupported"),
         ("installed.module:handle", "unsupported"),
     ],
@@ -307,7 +308,8 @@ def test_imports_of_torchserve_are_looked_up(source: str, missing: list[str]) ->
 
 def test_packages_that_a_handler_needs_have_to_be_installed(tmp_path: Path) -> None:
     source = (
-        "import json, os.path, torch.nn, helper, lib.deep\nfrom ts.torch_handler import base_handler\n"
+        "import json, os.path, torch.nn, helper, lib.deep, sagemaker_inference.errors\n"
+        "from ts.torch_handler import base_handler\n"
         "try:\n    import no_such_accelerator\nexcept ImportError:\n    pass\n"
         "from no_such_package.sub import thing\nimport no_such_package.other\n"
         "def handle(data, context):\n    import no_such_late\n"
