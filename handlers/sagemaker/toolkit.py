@@ -1,4 +1,4 @@
-"""Formats and errors of SageMaker's inference toolkit.
+"""Formats, errors, variables and small functions of SageMaker's inference toolkit.
 
 Scripts (`inference.py`) import helpers from `sagemaker_inference`. Where that package is not installed,
 `ts_compat/alias.py` provides the modules that scripts use. Reading and writing have the same results as in
@@ -9,7 +9,11 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Callable
+import logging
+import os
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,6 +27,40 @@ ANY = "*/*"
 NPY = "application/x-npy"
 NPZ = "application/x-npz"
 UTF8_TYPES = [JSON, CSV]
+
+BASE_PATH_ENV = "SAGEMAKER_BASE_DIR"
+USER_PROGRAM_ENV = "SAGEMAKER_PROGRAM"
+LOG_LEVEL_ENV = "SAGEMAKER_CONTAINER_LOG_LEVEL"
+DEFAULT_INVOCATIONS_ACCEPT_ENV = "SAGEMAKER_DEFAULT_INVOCATIONS_ACCEPT"
+MODEL_SERVER_WORKERS_ENV = "SAGEMAKER_MODEL_SERVER_WORKERS"
+MODEL_SERVER_TIMEOUT_ENV = "SAGEMAKER_MODEL_SERVER_TIMEOUT"
+MODEL_SERVER_TIMEOUT_SECONDS_ENV = "SAGEMAKER_MODEL_SERVER_TIMEOUT_SECONDS"
+STARTUP_TIMEOUT_ENV = "SAGEMAKER_STARTUP_TIMEOUT"
+BIND_TO_PORT_ENV = "SAGEMAKER_BIND_TO_PORT"
+SAFE_PORT_RANGE_ENV = "SAGEMAKER_SAFE_PORT_RANGE"
+MULTI_MODEL_ENV = "SAGEMAKER_MULTI_MODEL"
+MAX_REQUEST_SIZE = "SAGEMAKER_MAX_PAYLOAD_IN_MB"
+
+base_dir = os.environ.get(BASE_PATH_ENV) or "/opt/ml"
+model_dir = f"{base_dir}/models" if os.environ.get(MULTI_MODEL_ENV) == "true" else f"{base_dir}/model"
+code_dir = f"{model_dir}/code"
+
+
+class Environment:
+    """The values of the container's variables when it is made, under the toolkit's names."""
+
+    def __init__(self) -> None:
+        get = os.environ.get
+        seconds, megabytes = get(MODEL_SERVER_TIMEOUT_SECONDS_ENV), get(MAX_REQUEST_SIZE)
+        self.module_name = (get(USER_PROGRAM_ENV) or "inference.py").removesuffix(".py")
+        self.default_accept = get(DEFAULT_INVOCATIONS_ACCEPT_ENV) or JSON
+        self.model_server_workers = get(MODEL_SERVER_WORKERS_ENV)
+        self.model_server_timeout = int(get(MODEL_SERVER_TIMEOUT_ENV) or 60)
+        self.model_server_timeout_seconds = int(seconds) if seconds else None
+        self.startup_timeout = int(get(STARTUP_TIMEOUT_ENV) or 600)
+        self.inference_http_port = self.management_http_port = get(BIND_TO_PORT_ENV) or "8080"
+        self.safe_port_range = get(SAFE_PORT_RANGE_ENV)
+        self.max_request_size = int(megabytes) * 1024 * 1024 if megabytes else None
 
 
 class UnsupportedFormatError(Exception):
@@ -65,10 +103,22 @@ def _npz_to_sparse(data: bytes) -> Any:
     return scipy.sparse.load_npz(io.BytesIO(data))
 
 
-_DECODERS: dict[str, Callable[[Any], Any]] = {
-    NPY: lambda data: read_npy(data, "the body"),  # refuses pickles, which the toolkit runs
-    CSV: lambda text: np.genfromtxt(io.StringIO(text), dtype=None, delimiter=","),
-    JSON: lambda text: np.array(json.loads(text)),
+def _npy_to_numpy(data: bytes) -> Any:
+    return read_npy(data, "the body")  # refuses pickles, which the toolkit runs
+
+
+def _csv_to_numpy(text: str, dtype: Any = None) -> Any:
+    return np.genfromtxt(io.StringIO(text), dtype=dtype, delimiter=",")
+
+
+def _json_to_numpy(text: str, dtype: Any = None) -> Any:
+    return np.array(json.loads(text), dtype=dtype)
+
+
+_decoder_map: dict[str, Callable[[Any], Any]] = {
+    NPY: _npy_to_numpy,
+    CSV: _csv_to_numpy,
+    JSON: _json_to_numpy,
     NPZ: _npz_to_sparse,
 }
 
@@ -89,7 +139,7 @@ def decode(obj: Any, content_type: str | None) -> Any:
         UnsupportedFormatError: the content type is not one of these.
         ValueError: the body is not of that type; TensorError for a NumPy file.
     """
-    decoder = _DECODERS.get(plain_type(content_type))
+    decoder = _decoder_map.get(plain_type(content_type))
     if decoder is None:
         raise UnsupportedFormatError(content_type)
     return decoder(obj)
@@ -99,6 +149,10 @@ def _as_list(value: Any) -> Any:
     if hasattr(value, "tolist"):
         return value.tolist()
     return json.JSONEncoder().default(value)
+
+
+def _array_to_json(array_like: Any) -> str:
+    return json.dumps(array_like, default=_as_list)
 
 
 def _array_to_npy(array_like: Any) -> bytes:
@@ -113,12 +167,12 @@ def _array_to_csv(array_like: Any) -> str:
     return stream.getvalue()
 
 
-_ENCODERS: dict[str, Callable[[Any], Any]] = {
+_encoder_map: dict[str, Callable[[Any], Any]] = {
     NPY: _array_to_npy,
     CSV: _array_to_csv,
-    JSON: lambda array_like: json.dumps(array_like, default=_as_list),
+    JSON: _array_to_json,
 }
-SUPPORTED_CONTENT_TYPES = set(_ENCODERS)
+SUPPORTED_CONTENT_TYPES = set(_encoder_map)
 
 
 def encode(array_like: Any, content_type: str) -> Any:
@@ -127,7 +181,7 @@ def encode(array_like: Any, content_type: str) -> Any:
     Raises:
         UnsupportedFormatError: the content type is not one of these.
     """
-    encoder = _ENCODERS.get(content_type)
+    encoder = _encoder_map.get(content_type)
     if encoder is None:
         raise UnsupportedFormatError(content_type)
     return encoder(array_like)
@@ -136,3 +190,36 @@ def encode(array_like: Any, content_type: str) -> Any:
 def parse_accept(accept: str) -> list[str]:
     """Return the content types of an `Accept` header."""
     return accept.replace(" ", "").split(",")
+
+
+def retrieve_content_type_header(request_property: Mapping[str, Any]) -> Any:
+    """Return the first header whose name is `Content-Type` in one of its spellings; None if there is none."""
+    found = (name for name in request_property if re.match("[Cc]ontent-?[Tt]ype", name))
+    name = next(found, None)
+    return None if name is None else request_property[name]
+
+
+def read_file(path: str, mode: str = "r") -> Any:
+    """Return the contents of a file: text, or bytes for the mode `rb`."""
+    with Path(path).open(mode) as file:
+        return file.read()
+
+
+def write_file(path: str, data: Any, mode: str = "w") -> None:
+    """Write text to a file, or bytes for the mode `wb`."""
+    with Path(path).open(mode) as file:
+        file.write(data)
+
+
+def remove_crlf(illegal_string: str) -> str:
+    """Return a text with spaces in place of its line breaks."""
+    return illegal_string.replace("\r", " ").replace("\n", " ")
+
+
+def get_logger() -> logging.Logger:
+    """Return the toolkit's logger."""
+    return logging.getLogger("sagemaker-inference")
+
+
+def configure_logger() -> None:
+    """Do nothing: the server writes the records of every logger."""

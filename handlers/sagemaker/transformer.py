@@ -26,9 +26,7 @@ from torchere.handlers.ts_compat import alias
 
 logger = logging.getLogger(__name__)
 
-PROGRAM_VARIABLE = "SAGEMAKER_PROGRAM"
-ACCEPT_VARIABLE = "SAGEMAKER_DEFAULT_INVOCATIONS_ACCEPT"
-DEFAULT_MODEL_NAME = "model.pt"
+DEFAULT_MODEL_FILENAME = "model.pt"
 
 
 class DefaultInferenceHandler:
@@ -74,7 +72,7 @@ class DefaultPytorchInferenceHandler(DefaultInferenceHandler):
             ValueError: there is not exactly one such file.
             ModelLoadError: the file is not TorchScript.
         """
-        path = Path(model_dir, DEFAULT_MODEL_NAME)
+        path = Path(model_dir, DEFAULT_MODEL_FILENAME)
         if not path.exists():
             found = sorted(file.name for file in Path(model_dir).iterdir() if file.suffix in (".pt", ".pth"))
             if len(found) != 1:
@@ -183,7 +181,7 @@ class Transformer:
         content_type = headers.get("content-type")
         accept = headers.get("accept")
         if not accept or accept == toolkit.ANY:
-            accept = os.environ.get(ACCEPT_VARIABLE) or toolkit.JSON
+            accept = os.environ.get(toolkit.DEFAULT_INVOCATIONS_ACCEPT_ENV) or toolkit.JSON
         try:
             body = _body(row.get("body"), content_type)
             result = self._call(self._transform, self._model, body, content_type, accept)
@@ -248,7 +246,7 @@ def _script(model_dir: str) -> ModuleType | None:
     for folder in (model_dir, str(Path(model_dir, "code"))):  # `code` is then searched first
         if folder not in sys.path:
             sys.path.insert(0, folder)
-    name = (os.environ.get(PROGRAM_VARIABLE) or "inference.py").removesuffix(".py")
+    name = toolkit.Environment().module_name
     return importlib.import_module(name) if importlib.util.find_spec(name) is not None else None
 
 

@@ -107,19 +107,40 @@ ALIASES: dict[str, dict[str, str]] = {
     "sagemaker_inference.content_types": {
         "sagemaker.toolkit": "JSON, CSV, OCTET_STREAM, ANY, NPY, NPZ, UTF8_TYPES",
     },
-    "sagemaker_inference.decoder": {"sagemaker.toolkit": "decode"},
-    "sagemaker_inference.encoder": {"sagemaker.toolkit": "encode, SUPPORTED_CONTENT_TYPES"},
+    "sagemaker_inference.decoder": {
+        "sagemaker.toolkit": (
+            "decode, _decoder_map, _json_to_numpy, _csv_to_numpy, _npy_to_numpy, _npz_to_sparse"
+        ),
+    },
+    "sagemaker_inference.encoder": {
+        "sagemaker.toolkit": (
+            "encode, SUPPORTED_CONTENT_TYPES, _encoder_map, _array_to_json, _array_to_npy, _array_to_csv"
+        ),
+    },
+    "sagemaker_inference.environment": {"sagemaker.toolkit": "Environment, base_dir, model_dir, code_dir"},
+    "sagemaker_inference.logging": {"sagemaker.toolkit": "get_logger, configure_logger"},
+    "sagemaker_inference.parameters": {
+        "sagemaker.toolkit": (
+            "BASE_PATH_ENV, USER_PROGRAM_ENV, LOG_LEVEL_ENV, DEFAULT_INVOCATIONS_ACCEPT_ENV, "
+            "MODEL_SERVER_WORKERS_ENV, MODEL_SERVER_TIMEOUT_ENV, MODEL_SERVER_TIMEOUT_SECONDS_ENV, "
+            "STARTUP_TIMEOUT_ENV, BIND_TO_PORT_ENV, SAFE_PORT_RANGE_ENV, MULTI_MODEL_ENV, MAX_REQUEST_SIZE"
+        ),
+    },
     "sagemaker_inference.errors": {
         "sagemaker.toolkit": (
             "UnsupportedFormatError, BaseInferenceToolkitError, GenericInferenceToolkitError"
         ),
     },
-    "sagemaker_inference.utils": {"sagemaker.toolkit": "parse_accept"},
+    "sagemaker_inference.utils": {
+        "sagemaker.toolkit": (
+            "parse_accept, retrieve_content_type_header, read_file, write_file, remove_crlf"
+        ),
+    },
     "sagemaker_inference.default_handler_service": {"sagemaker.transformer": "DefaultHandlerService"},
     "sagemaker_inference.default_inference_handler": {"sagemaker.transformer": "DefaultInferenceHandler"},
     "sagemaker_inference.transformer": {"sagemaker.transformer": "Transformer"},
     "sagemaker_pytorch_serving_container.default_pytorch_inference_handler": {
-        "sagemaker.transformer": "DefaultPytorchInferenceHandler",
+        "sagemaker.transformer": "DefaultPytorchInferenceHandler, DEFAULT_MODEL_FILENAME",
         "sagemaker.toolkit": "ModelLoadError",
     },
     "sagemaker_pytorch_serving_container.handler_service": {

@@ -144,6 +144,38 @@ def output_fn(p, accept):
         None,
         "tensors",
     ),
+    "members": Folder(
+        """
+from sagemaker_inference import content_types, decoder, default_inference_handler, encoder, environment
+from sagemaker_inference import default_handler_service, logging, parameters, utils
+from sagemaker_inference.decoder import _csv_to_numpy, _json_to_numpy, _npy_to_numpy
+from sagemaker_inference.encoder import _array_to_csv, _array_to_json, _array_to_npy
+from sagemaker_inference.transformer import Transformer
+from sagemaker_pytorch_serving_container import default_pytorch_inference_handler
+import os
+logger = logging.get_logger()
+torch_functions = default_pytorch_inference_handler.DefaultPytorchInferenceHandler()
+readers = {content_types.CSV: _csv_to_numpy, content_types.JSON: _json_to_numpy}
+writers = {content_types.CSV: _array_to_csv, content_types.JSON: _array_to_json}
+def model_fn(d):
+    path = os.path.join(d, 'note.txt')
+    utils.write_file(path, utils.remove_crlf('two\\r\\nlines'))
+    os.environ[parameters.DEFAULT_INVOCATIONS_ACCEPT_ENV] = content_types.JSON
+    return [utils.read_file(path), environment.Environment().module_name, logger.name]
+def input_fn(data, content_type):
+    if content_type in readers:
+        return readers[content_type](data, dtype=float)
+    assert utils.retrieve_content_type_header({'content-type': content_type}) == content_type
+    return torch_functions.default_input_fn(data, content_type).numpy()
+def predict_fn(data, model):
+    assert model == ['two  lines', 'inference', 'sagemaker-inference'], model
+    return _npy_to_numpy(_array_to_npy(data * 2))
+def output_fn(p, accept):
+    return writers.get(accept, lambda p: encoder.encode(p, accept))(p)
+""",
+        None,
+        "tensors",
+    ),
     "arity": Folder(
         """
 def model_fn(a, b, c): return None
