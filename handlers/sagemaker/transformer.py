@@ -243,9 +243,13 @@ def _device(context: Context | None) -> torch.device:
 
 def _script(model_dir: str) -> ModuleType | None:
     """Import the script of a model folder from `code/` or from the folder itself; None if it has none."""
-    for folder in (model_dir, str(Path(model_dir, "code"))):  # `code` is then searched first
+    folders = [str(Path(model_dir, "code")), model_dir]
+    for folder in reversed(folders):
         if folder not in sys.path:
             sys.path.insert(0, folder)
+    # Processes that the script starts find its modules there.
+    others = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, dict.fromkeys([*folders, *others])))
     name = toolkit.Environment().module_name
     return importlib.import_module(name) if importlib.util.find_spec(name) is not None else None
 

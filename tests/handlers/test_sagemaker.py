@@ -1,0 +1,38 @@
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from torchere.handlers.resolve import EntryPoint, load_entry_point
+
+
+@pytest.fixture
+def load(
+    write_archive: Callable[..., Path], make_context: Any, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[[dict[str, str]], EntryPoint]]:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setenv("PYTHONPATH", "/elsewhere")
+
+    def loaded(files: dict[str, str]) -> EntryPoint:
+        return load_entry_point(
+            "torchere.handlers.sagemaker", make_context(write_archive(files)), installed=True
+        )
+
+    yield loaded
+    sys.modules.pop("inference", None)
+
+
+def test_processes_that_a_script_starts_find_its_modules(load: Callable[..., EntryPoint]) -> None:
+    script = (
+        "import os, subprocess, sys\n"
+        "def model_fn(folder):\n"
+        "    assert os.environ['PYTHONPATH'].endswith('/elsewhere')\n"
+        "    code = 'import in_code, in_folder, sys; sys.exit(in_code.word + in_folder.word)'\n"
+        "    done = subprocess.run([sys.executable, '-c', code], stderr=subprocess.PIPE, text=True)\n"
+        "    assert done.stderr.strip() == 'twowords', done.stderr\n"
+    )
+    load({"code/inference.py": script, "code/in_code.py": "word = 'two'", "in_folder.py": "word = 'words'"})
