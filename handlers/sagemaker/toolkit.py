@@ -132,17 +132,18 @@ def decode(obj: Any, content_type: str | None) -> Any:
     """Return the NumPy array (a sparse matrix for npz) that a request body holds.
 
     Args:
-        obj: text for JSON and CSV, else bytes.
+        obj: text or bytes for JSON and CSV, else bytes.
         content_type: one of JSON, CSV, NPY and NPZ; parameters after a semicolon are ignored.
 
     Raises:
         UnsupportedFormatError: the content type is not one of these.
         ValueError: the body is not of that type; TensorError for a NumPy file.
     """
-    decoder = _decoder_map.get(plain_type(content_type))
+    plain = plain_type(content_type)
+    decoder = _decoder_map.get(plain)
     if decoder is None:
         raise UnsupportedFormatError(content_type)
-    return decoder(obj)
+    return decoder(obj if isinstance(obj, str) or plain not in UTF8_TYPES else bytes(obj).decode("utf-8"))
 
 
 def _as_list(value: Any) -> Any:

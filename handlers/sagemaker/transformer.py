@@ -255,10 +255,9 @@ def _script(model_dir: str) -> ModuleType | None:
 
 
 def _body(body: Any, content_type: str | None) -> Any:
-    """Return a body as the toolkit passes it: text for JSON and CSV, else a bytearray."""
-    is_text = toolkit.plain_type(content_type) in toolkit.UTF8_TYPES
+    """Return a body as the toolkit passes it: text for JSON and CSV without parameters, else a bytearray."""
     if isinstance(body, (dict, list)):  # the server has decoded it (decode_input_request=true)
-        body = json.dumps(body)
-    if isinstance(body, (bytes, bytearray, memoryview)):
-        return bytes(body).decode("utf-8") if is_text else body
+        body = bytearray(json.dumps(body), "utf-8")
+    if isinstance(body, (bytes, bytearray, memoryview)) and content_type in toolkit.UTF8_TYPES:
+        return bytes(body).decode("utf-8")
     return body

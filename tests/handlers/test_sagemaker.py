@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from torchere.handlers.resolve import EntryPoint, load_entry_point
+from torchere.handlers.sagemaker.transformer import DefaultPytorchInferenceHandler
 
 
 @pytest.fixture
@@ -36,3 +37,10 @@ def test_processes_that_a_script_starts_find_its_modules(load: Callable[..., Ent
         "    assert done.stderr.strip() == 'twowords', done.stderr\n"
     )
     load({"code/inference.py": script, "code/in_code.py": "word = 'two'", "in_folder.py": "word = 'words'"})
+
+
+@pytest.mark.parametrize("kind", ["application/json; charset=utf-8", "text/csv;charset=utf-8"])
+def test_the_default_functions_take_content_types_with_parameters(kind: str) -> None:
+    body = b"[[1, 2]]" if "json" in kind else b"1, 2"
+    values = DefaultPytorchInferenceHandler().default_input_fn(bytearray(body), kind)
+    assert values.flatten().tolist() == [1.0, 2.0]

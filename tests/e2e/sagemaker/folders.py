@@ -268,6 +268,8 @@ REQUESTS: dict[str, list[tuple[str | None, bytes, str | None]]] = {
     "all": [
         (JSON, b'{"a": 1}', JSON),
         (CSV, b"a,b", CSV),
+        (f"{JSON}; charset=utf-8", b'{"a": 1}', JSON),
+        (f"{CSV}; charset=utf-8", b"a,b", CSV),
         (BINARY, b"\x00\x01", None),
         (NPY, npy([1]), JSON),
         ("text/plain", "gr\u00fcn".encode(), "text/plain"),
