@@ -104,7 +104,7 @@ def _npz_to_sparse(data: bytes) -> Any:
 
 
 def _npy_to_numpy(data: bytes) -> Any:
-    return read_npy(data, "the body")  # refuses pickles, which the toolkit runs
+    return read_npy(data, "the body", as_numpy=True)  # refuses pickles, which the toolkit runs
 
 
 def _csv_to_numpy(text: str, dtype: Any = None) -> Any:

@@ -22,8 +22,13 @@ def is_npy(value: bytes | bytearray) -> bool:
     return value[: len(MAGIC)] == MAGIC
 
 
-def read_npy(value: bytes | bytearray, field: str) -> Array:
+def read_npy(value: bytes | bytearray, field: str, *, as_numpy: bool = False) -> Array:
     """Return the array of a `.npy` file, as a view of the file's bytes.
+
+    Args:
+        value: the file.
+        field: names the file in errors.
+        as_numpy: also take other types without Python objects, and bytes behind the array, as `numpy.load`.
 
     Raises:
         TensorError: the file is broken, does not hold numbers or booleans, or has the wrong size.
@@ -33,20 +38,22 @@ def read_npy(value: bytes | bytearray, field: str) -> Array:
         shape, fortran_order, dtype = _header(file)
     except _BROKEN as err:
         raise TensorError(field, f"a broken .npy file ({err!s:.200})", "one of format 1.0 or 2.0") from err
-    if dtype.kind not in "biuf":
-        raise TensorError(field, f"a .npy file of {dtype!s:.80}", "numbers or truth values")
-    start = file.tell()
-    needed = math.prod(shape) * dtype.itemsize
-    if min(shape, default=0) < 0 or needed != len(value) - start:
+    if dtype.hasobject or not (as_numpy or dtype.kind in "biuf"):
+        wanted = "values that are no Python objects" if as_numpy else "numbers or truth values"
+        raise TensorError(field, f"a .npy file of {dtype!s:.80}", wanted)
+    start, count = file.tell(), math.prod(shape)
+    needed = count * dtype.itemsize
+    left = len(value) - start - needed
+    if min(shape, default=0) < 0 or left < 0 or (left and not as_numpy):
         raise TensorError(
             field,
             f"a .npy file of shape {shown(shape)} with {len(value) - start} bytes",
-            f"{needed} bytes of {dtype}",
+            f"{needed} bytes of {dtype!s:.80}",
         )
-    flat = np.frombuffer(value, dtype=dtype, offset=start)
     try:
+        flat = np.frombuffer(value, dtype=dtype, count=count, offset=start)
         return flat.reshape(shape[::-1]).transpose() if fortran_order else flat.reshape(shape)
-    except ValueError as err:  # with a size of 0, any other size fits the bytes
+    except (ValueError, OverflowError) as err:  # with a size of 0, any other size fits the bytes
         raise TensorError(field, f"a .npy file of shape {shown(shape)}", "sizes that arrays have") from err
 
 

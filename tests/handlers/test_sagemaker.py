@@ -1,13 +1,16 @@
 from __future__ import annotations
 
+import io
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from torchere.handlers.resolve import EntryPoint, load_entry_point
+from torchere.handlers.sagemaker import toolkit
 from torchere.handlers.sagemaker.transformer import DefaultPytorchInferenceHandler
 
 
@@ -44,3 +47,9 @@ def test_the_default_functions_take_content_types_with_parameters(kind: str) -> 
     body = b"[[1, 2]]" if "json" in kind else b"1, 2"
     values = DefaultPytorchInferenceHandler().default_input_fn(bytearray(body), kind)
     assert values.flatten().tolist() == [1.0, 2.0]
+
+
+def test_the_decoder_reads_texts_of_a_numpy_file_and_ignores_bytes_behind_them() -> None:
+    file = io.BytesIO()
+    np.save(file, np.array(["two words", "one"]))
+    assert toolkit.decode(file.getvalue() + b"more", toolkit.NPY).tolist() == ["two words", "one"]

@@ -68,11 +68,56 @@ def test_what_is_no_array_of_numbers_is_refused(raw: bytes, text: str) -> None:
         read_npy(raw, "x")
 
 
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.array(["two words", "one"]),
+        np.array("text"),
+        np.array(1 + 2j),
+        np.array(["2020-02-29"], dtype="M8[D]"),
+        np.array([(1, "a")], dtype=[("number", "i4"), ("text", "U3")]),
+        np.asfortranarray(np.eye(3)[:2]),
+        np.zeros((0, 4)),
+    ],
+)
+def test_all_that_numpy_takes_without_pickles_is_read_where_it_is_asked_for(array: np.ndarray) -> None:
+    for behind in (b"", b"more"):
+        back = read_npy(saved(array) + behind, "x", as_numpy=True)
+        assert back.dtype == array.dtype
+        assert back.shape == array.shape
+        assert (back == array).all()
+
+
+@pytest.mark.parametrize(
+    ("raw", "text"),
+    [
+        (saved(np.array([{}], dtype=object)), "object, expected values that are no Python objects"),
+        (
+            saved(np.array([(1, {})], dtype=[("number", "i4"), ("any", "O")])),
+            "expected values that are no Python objects",
+        ),
+        (saved(np.array(["a"]))[:-1], r"shape \[1\] with 3 bytes, expected 4 bytes of <U1"),
+        (
+            with_header("{'descr': '<U9', 'fortran_order': False, 'shape': (1000000000000,), }"),
+            "with 0 bytes",
+        ),
+        (
+            with_header("{'descr': '<U0', 'fortran_order': False, 'shape': (10000000000000000000000,), }"),
+            "expected sizes that arrays have",
+        ),
+    ],
+)
+def test_objects_and_sizes_that_no_data_follows_are_refused_there_too(raw: bytes, text: str) -> None:
+    with pytest.raises(TensorError, match=f"^x: found .*{text}"):
+        read_npy(raw, "x", as_numpy=True)
+
+
 @given(st.integers(0, 200), st.binary(min_size=1, max_size=3))
 def test_a_damaged_file_is_read_or_refused(place: int, damage: bytes) -> None:
     raw = bytearray(saved(np.arange(8)))
     raw[place : place + len(damage)] = damage
     try:
         assert read_npy(bytes(raw), "x").size <= len(raw)
+        assert read_npy(bytes(raw), "x", as_numpy=True).nbytes <= len(raw)
     except TensorError as err:
         assert str(err).startswith("x: found")
