@@ -121,6 +121,12 @@ def _install_requirements(requirements: Path) -> str:
     It is this Python, unless this user may not write to its environment, as in the image. Then it is that of
     a new environment, which searches its own packages before this one's.
     """
+    # The toolkit takes CodeArtifact's index instead of pip's; from pip's might come a stranger's package.
+    if os.environ.get("CA_REPOSITORY_ARN") and not os.environ.get("PIP_INDEX_URL"):
+        raise LaunchRefused(
+            f"CA_REPOSITORY_ARN is set, and {requirements} has packages to install, but this server does not "
+            "log in to CodeArtifact; set PIP_INDEX_URL to the address of the repository, with a token in it"
+        )
     logger.info("installing the packages of %s", requirements)
     may_write = os.access(sysconfig.get_path("purelib"), os.W_OK)
     python = sys.executable if may_write else _new_environment()

@@ -21,6 +21,7 @@ import pytest
 from servers import RunningServer, follow
 
 from torchere.serving.commands.sagemaker import properties_of, run_sagemaker
+from torchere.serving.commands.serve_options import LaunchRefused
 
 HERE = Path(__file__).parent / "sagemaker"
 RECORDED = json.loads((HERE / "recorded.json").read_text())
@@ -251,6 +252,31 @@ def test_requirements_are_installed_where_the_environment_of_the_server_is_read_
     )
     run_sagemaker(argparse.Namespace())
     assert found[0].startswith(str(tmp_path / "tmp"))
+
+
+def test_packages_of_a_private_repository_are_not_taken_from_the_public_index(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code, commands = tmp_path / "model" / "code", []
+    code.mkdir(parents=True)
+    (code / "requirements.txt").write_text("a-private-package\n")
+    monkeypatch.setenv("SAGEMAKER_BASE_DIR", str(tmp_path))
+    monkeypatch.setenv("CA_REPOSITORY_ARN", "arn:aws:codeartifact:eu-west-1:1:repository/domain/name")
+    monkeypatch.delenv("PIP_INDEX_URL", raising=False)
+
+    def done(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        commands.append(command)
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(os, "access", lambda _, mode: True)
+    monkeypatch.setattr(subprocess, "run", done)
+    monkeypatch.setattr(os, "execv", lambda _, command: commands.append(command))
+    with pytest.raises(LaunchRefused, match="set PIP_INDEX_URL to the address of the repository"):
+        run_sagemaker(argparse.Namespace())
+    assert commands == []
+    monkeypatch.setenv("PIP_INDEX_URL", "https://aws:token@codeartifact.example/simple/")
+    run_sagemaker(argparse.Namespace())
+    assert [command[1:3] for command in commands[:-1]] == [["-m", "pip"]]
 
 
 def test_workers_at_least_are_workers_at_most_if_no_variable_says_more(tmp_path: Path) -> None:
