@@ -175,6 +175,7 @@ def _library_file(package: Package, model_dir: str) -> Path:
 def _load_by_binding(package: Package) -> Any:
     from torch._inductor import aoti_load_package  # noqa: PLC0415  # seconds
 
+    importlib.import_module("torch._inductor.codecache")  # torch 2.10 uses it without an import
     path = package.path
     if package.weights_apart:
         return _load_with_weights(path)
