@@ -281,7 +281,7 @@ def _found(handler: str, archive: ArchiveModules | None, installed: bool = False
         ts_alias.install()
         return _import_file(archive, held)
     name = module_name.removeprefix("ts.torch_handler.")
-    if installed and name not in BUILT_IN_HANDLERS:
+    if installed and name not in BUILT_IN_HANDLERS and name not in OF_TOOLKITS:
         ts_alias.install()
         return _installed(module_name)
     return _built_in(name, handler, module_name, archive.model_dir if archive else "the archive")

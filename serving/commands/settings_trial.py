@@ -17,7 +17,7 @@ from pathlib import Path
 
 from torchere.archiver.errors import ArchiveError
 from torchere.archiver.reader import open_archive
-from torchere.handlers.built_in import BUILT_IN_HANDLERS
+from torchere.handlers.built_in import BUILT_IN_HANDLERS, OF_TOOLKITS
 from torchere.handlers.errors import MetricsCacheError
 from torchere.serving.access.fixed_keys import read_clients
 from torchere.serving.access.tls import TlsFiles, read_pair
@@ -94,6 +94,8 @@ def _unwritable(key: str, file: Path, needed: Path) -> Iterator[_Problem]:
         yield key, "error", f"{file} is a folder, expected a file; {refused}"
     elif os.access(needed, os.W_OK) and (needed == file.absolute() or os.path.isdir(needed)):
         return
+    elif not os.path.isdir(ancestor := next(filter(os.path.exists, file.absolute().parents))):
+        yield key, "error", f"{ancestor} is a file, expected a folder; {refused}"
     elif os.path.isdir(file.absolute().parent):
         yield key, "error", f"this user may not write to {needed}; {refused}"
     else:
@@ -178,7 +180,7 @@ def _handler(settings: ServerSettings) -> Iterator[_Problem]:
         return
     top = module.partition(".")[0]
     # A name without a dot, or a file, may be in an archive.
-    if top == module or module.endswith(".py") or module in BUILT_IN_HANDLERS or top == "ts":
+    if top == module or module.endswith(".py") or module in {*BUILT_IN_HANDLERS, *OF_TOOLKITS} or top == "ts":
         return
     if not is_installed(top):
         yield key, "error", f"{_not_installed(top)}, so archives without a handler do not load"

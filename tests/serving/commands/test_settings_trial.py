@@ -76,7 +76,8 @@ def test_a_store_that_is_missing_is_an_error_if_the_start_is_refused_and_else_a_
     ("text", "told"),
     [
         ("audit_log=none/below/audit.log", None),  # a start makes the folders
-        ("audit_log=broken.yaml/audit.log", "there is no broken.yaml on this machine; without it, the start"),
+        ("audit_log=broken.yaml/audit.log", "broken.yaml is a file, expected a folder; the start"),
+        ("audit_log=broken.yaml/b/audit.log", "broken.yaml is a file, expected a folder; the start"),
         ("audit_log=store/audit.log", "this user may not write to"),
         ("audit_log=store/below/audit.log", "there is no store/below on this machine; without it, the start"),
         ("audit_log=store/junk.mar", None),  # it is there, and a start appends to it
