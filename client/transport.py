@@ -6,6 +6,7 @@ import asyncio
 import math
 import os
 import random
+import ssl
 import time
 from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Mapping
 from contextlib import aclosing, closing, contextmanager
@@ -107,7 +108,11 @@ def certificates_named() -> Iterator[None]:
         file = os.environ.get("SSL_CERT_FILE")
         if not file:
             raise
-        raise ValueError(f"SSL_CERT_FILE is {file}: {err.strerror or err}") from err
+        try:
+            ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(file)
+        except OSError as why:
+            raise ValueError(f"SSL_CERT_FILE is {file}: {why.strerror or why}") from err
+        raise  # it is of another file, such as that of SSLKEYLOGFILE
 
 
 class Settings:

@@ -23,7 +23,7 @@ _NOT_FOUND = "Model not found"
 _NO_AUTHORITY = re.compile(r"CERTIFICATE_VERIFY_FAILED.*(issuer|self.signed)")
 # The texts of bench, httpx and grpcio for a connection that is closed before an answer.
 _CLOSED = re.compile(
-    "^the server closed the connection$|connection to .*(Server disconnected without|Socket closed)"
+    "^the server closed the connection$|^(no|the) connection to .*(Server disconnected without|Socket closed)"
 )
 _NO_WORKER = "has no worker to serve inference request"
 

@@ -10,6 +10,7 @@ from contextlib import aclosing, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import certifi
 import httpx
 import pytest
 
@@ -176,6 +177,15 @@ def test_certificates_that_can_not_be_loaded_are_named(
     monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / file))
     with pytest.raises(ValueError, match=f"^SSL_CERT_FILE is .*/{file}: (No such file|.*X509)"):
         kind(address)
+
+
+def test_an_error_of_another_file_is_not_one_of_the_certificates(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SSL_CERT_FILE", certifi.where())
+    monkeypatch.setenv("SSLKEYLOGFILE", str(tmp_path / "none" / "keys"))
+    with pytest.raises(FileNotFoundError):
+        Client("https://127.0.0.1:8443")
 
 
 @contextmanager

@@ -111,6 +111,7 @@ def test_a_certificate_of_an_unknown_authority_is_told_how_to_trust_it(reason: s
         ("the server closed the connection", "{}", True),
         ("no connection to {}: [Errno 111] Connection refused", "{}", False),
         ("503 ModelFailed: Socket closed", "{}", False),
+        ("500 InternalServerException: connection to redis:6379 broke: Socket closed", "{}", False),
     ],
 )
 def test_a_port_that_closes_a_connection_without_tls_may_expect_it(
