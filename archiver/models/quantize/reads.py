@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from torchere.archiver.models.inputs.buffers import unchanged_buffers
 from torchere.archiver.models.inputs.run import copies
 
-KEPT_AS_READ = "in fp32, as the model's own code reads them:"
+KEPT_AS_READ = "in fp32, as other code uses their weights:"
 
 
 def read_elsewhere(

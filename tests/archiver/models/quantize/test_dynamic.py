@@ -97,7 +97,7 @@ def test_an_embedding_whose_weights_the_model_reads_itself_stays_in_fp32(
     made = quantise(LoadedModel(module, (ids,), signature, Path("model.py")), "int8-dynamic", [])
 
     torch.testing.assert_close(made.module(ids), module(ids), rtol=0.1, atol=0.1)
-    assert made.notes[0] == ("int8-dynamic: 1 layers; in fp32, as the model's own code reads them: embedding")
+    assert made.notes[0] == ("int8-dynamic: 1 layers; in fp32, as other code uses their weights: embedding")
 
 
 BAGS = {

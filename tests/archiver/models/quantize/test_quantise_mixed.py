@@ -152,7 +152,7 @@ def test_a_layer_that_is_in_fp32_as_its_weight_is_read_is_not_searched_for(
     made = quantise(model, method, [(x,)])
 
     assert made.kept == kept
-    assert "in fp32, as the model's own code reads them: read" in made.notes[0]
+    assert "in fp32, as other code uses their weights: read" in made.notes[0]
 
 
 def drift(model: LoadedModel, made: Quantised, samples: list[tuple[torch.Tensor, ...]]) -> float:

@@ -125,7 +125,7 @@ def test_a_layer_whose_weight_is_read_stays_in_fp32(monkeypatch: pytest.MonkeyPa
     made = quantise(model, method, [(x,)])
 
     assert "1 l" in made.notes[0]  # layers; linear layers
-    assert made.notes[0].endswith("; in fp32, as the model's own code reads them: encoder")
+    assert made.notes[0].endswith("; in fp32, as other code uses their weights: encoder")
     torch.testing.assert_close(made.module(x), module(x), rtol=0.1, atol=0.1)
 
 

@@ -150,7 +150,7 @@ def test_an_embedding_whose_head_stays_in_fp32_does_so_too(method: str) -> None:
     model = LoadedModel(module.eval(), (ids,), Signature((), ()), Path("net.py"))
     made = quantise(model, method, [], target="export")
     assert [type(layer) for layer in made.module.children()][:2] == [nn.Embedding, nn.Linear]
-    assert made.notes[0].endswith(": 0")
+    assert made.notes[0].endswith("; in fp32, as other code uses their weights: 0")
 
 
 def test_a_layer_with_several_names_is_small_under_each() -> None:
