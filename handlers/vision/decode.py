@@ -256,7 +256,7 @@ def picture_of_tensor(value: Any, limits: ImageLimits) -> Image.Image | torch.Te
 def _without_batch(value: Any) -> Any:
     if value.ndim == 4 and len(value) == 1:
         return value[0]
-    if value.ndim == 3 or (value.ndim == 2 and value.dtype == np.uint8):  # two of pixels are a grey picture
+    if value.ndim in (2, 3):
         return value
     several = f" of {len(value)} images" if value.ndim == 4 else ""
     raise bad_request(
