@@ -51,7 +51,7 @@ class BaseHandler:
     process share the weights, so a subclass must not change the model while it answers.
 
     Users' subclasses have helpers of any name, even private ones. So each method that TorchServe's class does
-    not have is a documented hook, or has a name that begins with `_torchere`.
+    not have is a hook of docs/handlers.md, or has a name that begins with `_torchere`.
 
     Example:
         >>> class Doubler(BaseHandler):

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from torchere.handlers.sagemaker.transformer import (
     DefaultHandlerService,
-    DefaultPytorchInferenceHandler,
     Transformer,
+    TypedPytorchFunctions,
 )
 
 
@@ -18,4 +18,4 @@ class SageMakerHandler(DefaultHandlerService):
     """Runs the functions of one model folder. Not thread-safe: one executor uses it."""
 
     def __init__(self) -> None:
-        super().__init__(Transformer(DefaultPytorchInferenceHandler()))
+        super().__init__(Transformer(TypedPytorchFunctions()))

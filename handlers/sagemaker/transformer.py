@@ -111,9 +111,21 @@ class DefaultPytorchInferenceHandler(DefaultInferenceHandler):
         Raises:
             UnsupportedFormatError: the client accepts none of them.
         """
-        if isinstance(prediction, torch.Tensor):
-            prediction = prediction.detach().cpu().numpy().tolist()
-        return super().default_output_fn(prediction, accept, context)
+        body, content_type = super().default_output_fn(_listed(prediction), accept, context)
+        return body.encode() if content_type == toolkit.CSV else body
+
+
+class TypedPytorchFunctions(DefaultPytorchInferenceHandler):
+    """The same functions; the answer names the content type that was written."""
+
+    def default_output_fn(self, prediction: Any, accept: str, context: Context | None = None) -> Any:
+        """Return the encoded prediction and its content type."""
+        return DefaultInferenceHandler.default_output_fn(self, _listed(prediction), accept, context)
+
+
+def _listed(prediction: Any) -> Any:
+    is_tensor = isinstance(prediction, torch.Tensor)
+    return prediction.detach().cpu().numpy().tolist() if is_tensor else prediction
 
 
 class Transformer:
@@ -126,13 +138,16 @@ class Transformer:
     def __init__(self, default_inference_handler: DefaultInferenceHandler | None = None) -> None:
         self._default_inference_handler = default_inference_handler or DefaultInferenceHandler()
         self._initialized = False
+        self._context: Any = None
 
     @staticmethod
     def handle_error(context: Context, inference_exception: Any, trace: str) -> list[str]:
         """Give the first request of the batch an error's status; return its text and the traceback."""
         return [_refused(context, inference_exception, trace, 0)]
 
-    def validate_and_initialize(self, model_dir: str, context: Context) -> None:
+    def validate_and_initialize(
+        self, model_dir: str = toolkit.model_dir, context: Context | None = None
+    ) -> None:
         """Import the script and load the model; no effect where that is done.
 
         Raises:
@@ -197,6 +212,8 @@ class Transformer:
         logger.error("the script failed for model %s: %s", self._context.model_name, trace)
         if not (isinstance(getattr(err, "status_code", None), int) and hasattr(err, "phrase")):
             err = toolkit.GenericInferenceToolkitError(500, str(err))
+        if type(self).handle_error is not Transformer.handle_error:
+            return str(self.handle_error(self._context, err, trace)[0])
         return _refused(self._context, err, trace, index)
 
     def _default_transform(self, model: Any, body: Any, content_type: str | None, accept: str) -> Any:

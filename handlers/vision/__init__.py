@@ -143,7 +143,7 @@ def _check_config(config: Mapping[str, Any]) -> None:
     known_block_of(config, "image", _SETTINGS)
     handler = config.get("handler")
     names = [name for name in handler if isinstance(name, str)] if isinstance(handler, Mapping) else []
-    for name in get_close_matches("image", names):
+    for name in get_close_matches("image", names, cutoff=0.8):
         if name != "image":
             logger.warning("handler.%s in model-config.yaml is not used; did you mean handler.image?", name)
 

@@ -122,9 +122,9 @@ class WorkerPool:
         surplus = serving_first[count:]  # those not in service, and then the youngest
         self._workers = [worker for worker in self._workers if worker not in surplus]
         self._leaving |= dict.fromkeys(surplus, self._settings.now() + self._settings.response_timeout_s)
-        await asyncio.shield(asyncio.gather(*(worker.retire() for worker in surplus)))
-        for worker in surplus:
-            self._leaving.pop(worker, None)
+        retired = asyncio.gather(*(worker.retire() for worker in surplus))
+        retired.add_done_callback(lambda _: [self._leaving.pop(worker, None) for worker in surplus])
+        await asyncio.shield(retired)
         places = self._new_places(count - len(self._workers))
         if self._spec.shares_weights:
             fresh = [Worker(self._settings, places)] if places else []

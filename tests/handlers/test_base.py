@@ -15,6 +15,7 @@ from torchere.handlers.loading.devices import choose_device, own_stream
 from torchere.handlers.loading.weights import SharedModels
 from torchere.handlers.metrics import MetricsCache
 from torchere.handlers.resolve import load_entry_point
+from torchere.handlers.text import TextClassifier, TextHandler
 from torchere.handlers.vision import VisionHandler
 from torchere.handlers.vision.tasks import ImageClassifier, ImageSegmenter, ObjectDetector
 
@@ -38,7 +39,7 @@ def doubler(scripted_doubler: Path, make_context: Any) -> tuple[BaseHandler, Any
     return handler, context
 
 
-# The methods of TorchServe's classes of these names, and the hooks of docs/handlers.md.
+# The methods of TorchServe's classes of these names, and the names that torchere reads or offers besides.
 NAMES_OF_TORCHSERVE = {
     *(
         "_infer_with_profiler",
@@ -52,18 +53,26 @@ NAMES_OF_TORCHSERVE = {
     *("get_max_result_classes", "set_max_result_classes"),
 }
 HOOKS = {"ig", "image_processing", "warmup_data"}
+OF_TEXTS = {
+    *("_expand_contractions", "_remove_accented_characters", "_remove_html_tags", "_remove_punctuation"),
+    *("_remove_puncutation", "_tokenize", "get_source_vocab_path", "get_word_token"),
+    "summarize_attributions",
+}
 
 
 @pytest.mark.parametrize(
     "handler",
-    [BaseHandler, VisionHandler, ImageClassifier, ImageSegmenter, ObjectDetector, DenseNetHandler],
+    [
+        *(BaseHandler, VisionHandler, ImageClassifier, ImageSegmenter, ObjectDetector, DenseNetHandler),
+        *(TextHandler, TextClassifier),
+    ],
 )
 def test_methods_that_users_of_torchserve_do_not_know_have_names_that_none_of_them_gives(
     handler: type,
 ) -> None:
     ours = {name for name, value in vars(handler).items() if callable(value) or hasattr(value, "__get__")}
     unprefixed = {name for name in ours if not name.startswith(("__", "_torchere_"))}
-    assert unprefixed <= NAMES_OF_TORCHSERVE | HOOKS
+    assert unprefixed <= NAMES_OF_TORCHSERVE | OF_TEXTS | HOOKS
 
 
 def test_private_helpers_of_a_subclass_may_have_any_plain_name(

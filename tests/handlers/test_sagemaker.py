@@ -8,10 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from torchere.handlers.resolve import EntryPoint, load_entry_point
 from torchere.handlers.sagemaker import toolkit
-from torchere.handlers.sagemaker.transformer import DefaultPytorchInferenceHandler
+from torchere.handlers.sagemaker.transformer import DefaultPytorchInferenceHandler, Transformer
 
 
 @pytest.fixture
@@ -53,3 +54,31 @@ def test_the_decoder_reads_texts_of_a_numpy_file_and_ignores_bytes_behind_them()
     file = io.BytesIO()
     np.save(file, np.array(["two words", "one"]))
     assert toolkit.decode(file.getvalue() + b"more", toolkit.NPY).tolist() == ["two words", "one"]
+
+
+def test_the_default_functions_of_the_toolkit_give_the_body_alone() -> None:
+    functions = DefaultPytorchInferenceHandler()
+    assert functions.default_output_fn(torch.tensor([1.5]), "application/json") == "[1.5]"
+    assert functions.default_output_fn(torch.tensor([1.5]), "text/csv") == b"1.5\n"
+
+
+def test_a_transformer_of_a_script_is_loaded_without_a_context_and_words_its_own_errors(
+    tmp_path: Path, make_context: Any, begin: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Own(Transformer):
+        @staticmethod
+        def handle_error(context: Any, inference_exception: Any, trace: str) -> list[str]:
+            return [f"own words: {inference_exception.message}"]
+
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setenv("PYTHONPATH", "")
+    (tmp_path / "inference.py").write_text(
+        "def model_fn(folder): return folder\n"
+        "def transform_fn(model, body, kind, accept): raise ValueError('broken')\n"
+    )
+    context = make_context(tmp_path)
+    own = Own(DefaultPytorchInferenceHandler())
+    own.validate_and_initialize(model_dir=str(tmp_path))
+    begin(context)
+    assert own.transform([{"body": b"{}"}], context) == ["own words: broken"]
+    sys.modules.pop("inference", None)

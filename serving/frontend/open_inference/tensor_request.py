@@ -88,7 +88,6 @@ def infer_request(request: TensorRequest, json_bytes_as: BytesAs | None = None) 
         raise InvalidRequest(
             f"parameters: found {len(request.parameters)}, expected at most {MAX_PARAMETERS}"
         )
-    _check_timeout(request.parameters)
     sequence = sequence_headers(request.parameters)
     wish = Wish(
         # The caller of a framed request adds the id to the response itself.
@@ -190,11 +189,3 @@ def flag(
     if not isinstance(value, bool):
         raise InvalidRequest(f"{where}.{name}: found {shown(value)}, expected true or false")
     return value
-
-
-def _check_timeout(parameters: Mapping[str, ParameterValue]) -> None:
-    value = parameters.get("timeout", 0)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise InvalidRequest(
-            f"parameters.timeout: found {shown(value)}, expected microseconds, as a whole number of 0 or more"
-        )
