@@ -37,7 +37,17 @@ def frozen(module: Any, *, fold_linear: bool = False) -> torch.jit.ScriptModule:
     folds = [getattr(torch._C, f"_jit_pass_fold_frozen_{name}") for name in names]
     while any([fold(made.graph) for fold in folds]):  # a list, so that every fold runs
         pass
+    _empty_types(made.graph)
     return made
+
+
+def _empty_types(graph: Any) -> None:
+    """Empty each constant of `x.to(constant)`, which takes its type and device; it may be a whole weight."""
+    for node in graph.findAllNodes("aten::to", True):
+        value = node.inputsAt(1).toIValue()
+        if isinstance(value, torch.Tensor) and value.layout == torch.strided and not value.is_quantized:
+            with graph.insert_point_guard(node):
+                node.replaceInput(1, graph.insertConstant(value.new_empty(0)))
 
 
 def _normalised_alone(graph: Any) -> bool:

@@ -67,7 +67,8 @@ class _Reads(TorchFunctionMode):
             layers = self._layers.get(id(given), {})
             if layers and not any(layer in self.running for layer in layers.values()):
                 # `x.to(weight)` takes the type and the device of the weight. `x.type_as(weight)` and the like
-                # count as reads of values, because frozen TorchScript keeps their whole operand in fp32.
+                # count as reads of values, because frozen TorchScript keeps their whole operand in fp32;
+                # freezing empties that of `to` only.
                 is_type = func == torch.Tensor.to and args[0] is not given
                 makes_tensor = any(isinstance(one, torch.Tensor) for one in tree_leaves(result))
                 has_values = makes_tensor and not is_type

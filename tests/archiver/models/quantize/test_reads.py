@@ -83,12 +83,28 @@ def test_a_weight_whose_type_a_tensor_gets_is_not_read(use: Callable[..., Any], 
     assert read_elsewhere(model, (torch.randn(2, 256),), {"layer": model.layer}) == {"layer": has_values}
 
 
-def test_torchscript_holds_no_weight_in_fp32_for_its_type() -> None:
-    module, x = Used(lambda x, weight: x.to(weight)).eval(), torch.randn(2, 256)
+class Typed(nn.Module):
+    """Gives its output the type of the weight of its layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(256, 256)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x).to(self.layer.weight)
+
+
+@pytest.mark.parametrize("script", [False, True])
+def test_torchscript_holds_no_weight_in_fp32_for_its_type(*, script: bool) -> None:
+    module, x = Typed().eval(), torch.randn(2, 256)
     model = LoadedModel(module, (x,), Signature((), ()), Path("model.py"))
     made = quantise(model, "int8-weight", [(x,)])
     with torch.no_grad():
-        assert len(saved(to_torchscript(made.module, (x,)))) < 2 * module.layer.weight.numel()
+        compiled = to_torchscript(made.module, (x,), script=script)
+        assert len(saved(compiled)) < 2 * module.layer.weight.numel()
+        found = compiled(x.double())
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, made.module(x))
 
 
 def test_all_layers_with_a_common_weight_are_read() -> None:
