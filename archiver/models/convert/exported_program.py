@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import warnings
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -109,7 +110,10 @@ def _whole_recurrent_layers() -> Iterator[None]:
 
 
 def free_sizes(program: ExportedProgram, example: Tensors) -> list[FreeSize]:
-    """Return the program's dynamic dimensions: the symbols in its input shapes, with their ranges."""
+    """Return the program's dynamic dimensions: the symbols in its input shapes, with their ranges.
+
+    Sizes that depend on each other, as `s0` and `s0 + 1`, are left out: a `FreeSize` changes by itself.
+    """
     places: dict[Any, list[tuple[int, int]]] = {}
     wanted = list(program.graph_signature.user_inputs)
     for node in program.graph.nodes:
@@ -117,8 +121,11 @@ def free_sizes(program: ExportedProgram, example: Tensors) -> list[FreeSize]:
             for at, size in enumerate(node.meta["val"].shape):
                 if isinstance(size, torch.SymInt):
                     places.setdefault(size.node.expr, []).append((wanted.index(node.name), at))
+    uses = Counter(symbol for size in places for symbol in size.free_symbols)
     found = []
     for size, where in places.items():
+        if any(uses[symbol] > 1 for symbol in size.free_symbols):
+            continue
         multiple, symbol = size.as_coeff_Mul()  # `32*s0` is a multiple of 32
         bounds = program.range_constraints.get(symbol)
         if bounds is not None:

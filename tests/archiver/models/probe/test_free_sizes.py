@@ -255,6 +255,32 @@ def test_sizes_of_a_program_that_no_option_names_stay_free(
     assert (found.shape, set(found.limits)) == ((-1, -1), {Limit(0, most=4), Limit(1, most=16)})
 
 
+class Sums(nn.Module):
+    """Adds the sums of the rows of two inputs."""
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return x.sum(1, keepdim=True) + y.sum(1, keepdim=True)
+
+
+@pytest.mark.parametrize("model_format", ["keep", "export"])
+@pytest.mark.parametrize(("given", "most"), [(None, 8), ("1:4", 4)])
+@pytest.mark.parametrize("twice", [False, True])
+def test_sizes_of_a_program_that_depend_on_each_other_are_those_of_the_example(
+    pack: Pack, tmp_path: Path, model_format: str, given: str | None, most: int, *, twice: bool
+) -> None:
+    batch, length = torch.export.Dim("batch", min=1, max=8), torch.export.Dim("length", min=2, max=16)
+    other, size = (2 * length, 6) if twice else (length + 1, 4)
+    shapes = ({0: batch, 1: length}, {0: batch, 1: other})
+    program = torch.export.export(Sums(), (torch.rand(2, 3), torch.rand(2, size)), dynamic_shapes=shapes)
+    torch.export.save(program, tmp_path / "net.pt2")
+    archive = pack(serialized_file=tmp_path / "net.pt2", model_format=model_format, dynamic_batch=given)
+    found = parse(open_archive(archive).read_text("signature.json")).inputs
+    assert [(one.shape, one.limits) for one in found] == [
+        ((-1, 3), (Limit(0, most=most),)),
+        ((-1, size), (Limit(0, most=most),)),
+    ]
+
+
 def test_points_that_are_no_batch_are_served_one_request_at_a_time(
     pack: Pack, serve: Serve, tmp_path: Path
 ) -> None:
