@@ -342,7 +342,7 @@ def build_options(namespace: argparse.Namespace) -> BuildOptions:
 
 
 def conversion_options(namespace: argparse.Namespace) -> BuildOptions:
-    """Return the options given by the flags of `add_build_arguments`; they name no file of the model."""
+    """Return the options given by the flags of `add_build_arguments`, without the files of the model."""
     return BuildOptions(
         model_format=namespace.model_format,
         script=namespace.script,

@@ -149,7 +149,7 @@ def extra_files(request: ArchiveRequest) -> Iterator[Input]:
 
 
 def _below(path: Path, request: ArchiveRequest) -> Iterator[Input]:
-    """Yield the file itself, or the files in the directory under their paths relative to it."""
+    """Yield the file itself, or each file in the directory, under its path relative to the directory."""
     if not path.is_dir():
         yield _flat(path, request)
         return

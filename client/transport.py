@@ -147,7 +147,7 @@ class Settings:
         `direct` is the class of a transport without a proxy, used unless the caller gives a transport.
 
         Raises:
-            ValueError: httpx can't use the variables of the proxy, or the certificates in `SSL_CERT_FILE`.
+            ValueError: httpx can't use the proxy variables, or the certificates in `SSL_CERT_FILE`.
         """
         addresses = self._addresses.values()
         hosts = [httpx.URL(address).netloc.decode() for address in addresses if is_loopback(address)]
@@ -256,7 +256,8 @@ class ClientCall:
         """Return the request of an attempt.
 
         Raises:
-            ClientError: the deadline has passed, the client is closed, or there is no key or no valid header.
+            ClientError: the deadline has passed, the client is closed, the key is missing, or a header is
+                invalid.
         """
         self.check_deadline()
         request = self.operation.request

@@ -209,7 +209,7 @@ class _ArchiveFinder:
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return a spec whose loader sets the archive's builtins; the parameters are the import system's."""
+        """Return a spec whose loader sets the archive's builtins; for the parameters, see `importlib`."""
         archive = _by_prefix.get(".".join(fullname.split(".")[:3])) if fullname.startswith(ROOT) else None
         if archive is None:
             return None

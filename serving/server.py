@@ -352,7 +352,7 @@ def _refuse_open_management(settings: ServerSettings) -> None:
 
 
 def _refuse_few_files(files: int) -> None:
-    """Raise ServingError where idle connections could take the descriptors of probes and management."""
+    """Raise ServingError if idle connections could leave no file descriptor for probes and management."""
     if files < MIN_FILES:
         raise ServingError(
             f"At most {files} files may be open, and the server needs {MIN_FILES} at least.",

@@ -1,1 +1,1 @@
-"""Archives as bytes: strict readers of zip, tar and folders, and their writers."""
+"""Archive formats (zip, tar and folder): strict readers, and writers."""

@@ -20,8 +20,8 @@ from torchere.archiver.errors import ArchiveError
 # packed that could not be read back.
 
 MANIFEST_NAME = "MAR-INF/MANIFEST.json"
-MAX_NAME_BYTES = 1024  # of the whole name in UTF-8; Linux's PATH_MAX of 4096 must also hold the target folder
-MAX_PART_BYTES = 255  # NAME_MAX of the usual file systems
+MAX_NAME_BYTES = 1024  # of the whole name in UTF-8; Linux's PATH_MAX, 4096, includes the target folder
+MAX_PART_BYTES = 255  # of each part of the name; NAME_MAX of the usual file systems
 
 _DRIVE = re.compile(r"^[A-Za-z]:")
 

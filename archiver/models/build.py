@@ -282,8 +282,8 @@ class _Compilation:
     def _in_fp32(self, job: _Job) -> Trial | None:
         """Return the model packed without `quantize`, to measure the gain; None if it can't be made so.
 
-        For AOTInductor it is made as TorchScript, which compiles in a second, except under `auto`, which may
-        choose to pack it.
+        With AOTInductor, TorchScript is measured instead, because it compiles in a second. But `auto` may
+        choose the model without `quantize`, so AOTInductor itself is measured then.
         """
         method, target = self.options.quantize, self.options.model_format
         if method == "int8-trained":
@@ -405,9 +405,9 @@ class _Compilation:
     def _load(
         self, packed: Packed, job: _Job, signature: Signature, quantised: Quantised | None, target: str
     ) -> TorchScriptOptions:
-        """Return how the server is to load the file: as the user's configuration says, else the faster way.
+        """Return the options with which the server is to load the file.
 
-        The faster way is found by measuring.
+        If the configuration leaves it open, an unquantised model is timed with and without optimisation.
         """
         if target != TORCHSCRIPT:
             return TorchScriptOptions()

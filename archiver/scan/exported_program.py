@@ -142,7 +142,7 @@ def check_graph(program: Any) -> None:
 
 
 def _members(program: Any) -> Iterator[tuple[str, Any]]:
-    """Yield every key of the format with its value, at any depth; names in maps do not count as keys."""
+    """Yield each field of the format with its value, at any depth; the keys of maps are names, not fields."""
     pending = [(program, False)]
     while pending:
         item, is_map = pending.pop()

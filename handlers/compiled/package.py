@@ -25,7 +25,7 @@ from torchere.archiver.request import BUILD_NAME
 # Layout: torch/export/pt2_archive/constants.py. Every name is prefixed with the package's own folder.
 _COMPILED_FOLDER = "/data/aotinductor/model/"  # "model" is the name that aoti_compile_and_package gives
 _WEIGHTS_FOLDER = "/data/weights/"
-_WEIGHTS = "/weights_config.json"  # names the file in that folder that holds each weight of the code
+_WEIGHTS = "/weights_config.json"  # this file names, for each weight of the code, its file in that folder
 _PROGRAMS = ("/models/model.json", "serialized_exported_program.json")
 _SELF_CONTAINED = (".so", ".cpp", "_metadata.json", "_compile_flags.json", "_linker_flags.json")
 # Lines of the generated source: torch/_inductor/codegen/cpp_wrapper_cpu.py. Dimensions and sizes are numbers.

@@ -59,7 +59,7 @@ class CppHandler:
     def __init__(self, name: CppHandlerName) -> None:
         self._name = name
         self._library: Any = None
-        self._session: int | None = None  # the address of the handler with its model, in the library
+        self._session: int | None = None  # address of the library's handler, which holds the model
 
     def initialize(self, context: Context) -> None:
         """Open the library, create the handler and load its model.

@@ -106,7 +106,7 @@ def _made_without_weights(archive: ArchiveModules, model_file: str) -> torch.nn.
     try:
         with without_weights():
             model: torch.nn.Module = eager_class(archive, model_file)()
-    except Exception:  # raised by the class; constructed with weights, it works or fails again
+    except Exception:  # raised by the class; it may work when constructed with weights
         return None
     renames = type(model).load_state_dict is not torch.nn.Module.load_state_dict or any(
         part._load_state_dict_pre_hooks or part._load_state_dict_post_hooks for part in model.modules()

@@ -87,7 +87,7 @@ def _load(path: str, device: torch.device | str, *, check: bool) -> torch.jit.Sc
 # A module that changes its own state in `forward` (it counts, caches, or computes in its own buffer) gives
 # wrong results if several threads run it at once. In TorchServe it works: each worker has its own copy.
 
-# The nodes for the module's own state in the graph of `forward`, with the methods it calls inlined.
+# The kinds of nodes that read the module's own state, in the graph of `forward` with all methods inlined.
 _ITS_OWN = ("prim::GetAttr", "prim::Constant")
 _CHANGES = ("prim::SetAttr", "prim::CallMethod")  # a method that can't be inlined may do anything
 

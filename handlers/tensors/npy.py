@@ -53,7 +53,7 @@ def read_npy(value: bytes | bytearray, field: str, *, as_numpy: bool = False) ->
     try:
         flat = np.frombuffer(value, dtype=dtype, count=count, offset=start)
         return flat.reshape(shape[::-1]).transpose() if fortran_order else flat.reshape(shape)
-    except (ValueError, OverflowError) as err:  # with a size of 0, any other size fits the bytes
+    except (ValueError, OverflowError) as err:  # beside a size of 0, the others may be too large
         raise TensorError(field, f"a .npy file of shape {shown(shape)}", "sizes that arrays have") from err
 
 

@@ -87,7 +87,7 @@ def layout_of(signature: Signature) -> Layout:
 
 
 def example_of(row: Mapping[str, Any], layout: Layout, type_of: Callable[[str], str]) -> Example:
-    """Return the example in one row.
+    """Return the example that one row of the batch holds.
 
     Args:
         row: the row as the executor decoded it.

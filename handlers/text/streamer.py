@@ -116,7 +116,7 @@ class TextIteratorStreamerBatch:
     def __iter__(self) -> Iterator[list[dict[str, str]]]:
         """Begin an iteration, and give up the batch of an earlier iteration that did not reach its end.
 
-        A thread that calls `put` and iterates itself continues with its batch instead.
+        If the iterating thread has itself called `put` for that batch, it continues with the batch instead.
         """
         batch = self._reading
         if batch is not None and self._is_iterated and batch is not self._batch_of_thread():

@@ -138,9 +138,9 @@ class TransformerHandler(BaseHandler):
     The model takes (ids, mask), int64 [texts, tokens], or the inputs that `signature.json` names, which may
     include `token_type_ids`. The archive has the tokenizer in `tokenizer.json`.
 
-    A subclass names its `section` under `handler` in model-config.yaml, the section's `defaults`, a setting
-    with a `choice` of words, if any, and its `output` in the Open Inference Protocol. It implements
-    `result_of` and `answer_of`.
+    A subclass implements `result_of` and `answer_of`. It sets `section`, the name of its settings under
+    `handler` in model-config.yaml; their `defaults`; `choice`, a setting and its allowed words, if it has
+    one; and `output`, the name of its output in the Open Inference Protocol.
     """
 
     section: ClassVar[str]
@@ -293,7 +293,7 @@ def _fields(row: Any) -> tuple[Any, Any]:
 
 
 def _listed(value: Any) -> Any:
-    """Return the list of a tensor of the Open Inference Protocol; any other value as it is."""
+    """Return a tensor of the Open Inference Protocol as a list, and any other value unchanged."""
     return value.ravel().tolist() if isinstance(value, np.ndarray) else value
 
 

@@ -139,7 +139,7 @@ class VisionHandler(BaseHandler):
 
 
 def _check_config(config: Mapping[str, Any]) -> None:
-    """Refuse unknown keys of `handler.image`, and warn of a block with a name like it."""
+    """Refuse unknown keys of `handler.image`; warn of a block with a similar name, which is not used."""
     known_block_of(config, "image", _SETTINGS)
     handler = config.get("handler")
     names = [name for name in handler if isinstance(name, str)] if isinstance(handler, Mapping) else []

@@ -43,7 +43,7 @@ class Quota(NamedTuple):
     rate: float = 0.0  # requests a second
     burst: int = 0  # requests at once after a pause; 0: those of one second
     concurrency: int = 0  # unanswered predictions
-    weight: int = 1  # predictions that run in its turn while other clients wait
+    weight: int = 1  # predictions in each of the client's turns while other clients wait
 
 
 class Tally:

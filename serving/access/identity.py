@@ -23,7 +23,7 @@ _IPV4_IN_IPV6 = "::ffff:"  # prefix of IPv4 clients on a listener of "::"
 class Identity:
     """An authorized client."""
 
-    name: str  # as the operator has named the client; "": it is anonymous, and its address names it
+    name: str  # given by the operator; "": the client is anonymous, and its address identifies it
     roles: frozenset[Role]  # the APIs that it may call
 
 

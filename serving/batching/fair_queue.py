@@ -94,7 +94,7 @@ class FairQueue:
             yield from line.requests
 
     def first(self, count: int) -> deque[Request]:
-        """Return the requests that run next, in order: `count` or more if so many wait.
+        """Return the requests that run next, in order: at least `count`, or all if fewer wait.
 
         The caller takes them from the left of the deque.
         """

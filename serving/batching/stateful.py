@@ -293,7 +293,7 @@ class StatefulBatcher(Admission):
     def _pump_one(self, executor_id: int, *, takes_new: bool = True) -> float:
         """Dispatch to one idle executor; return when to try again, or `NOT_DUE`.
 
-        Without `takes_new` it gets only its unfinished requests, and the next ones of their sequences.
+        Without `takes_new`, the executor gets its unfinished requests and the next ones of their sequences.
         """
         while True:
             going_on = self._going_on.pop(executor_id, [])

@@ -94,7 +94,7 @@ def _is_archive(path: Path) -> bool:
 def _refuse_onnx_without_runtime(model: Path, options: argparse.Namespace) -> None:
     """Raise LaunchRefused for an ONNX model that could not start here without onnxruntime.
 
-    The user's own handler may run the model by another package, and requirements may install onnxruntime.
+    The user's own handler may run the model with another package, and requirements may install onnxruntime.
     """
     if importlib.util.find_spec(_RUNTIME) is not None or _own_handler(options) or options.requirements_file:
         return

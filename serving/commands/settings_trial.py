@@ -207,7 +207,7 @@ def _rendezvous(rendezvous: RendezvousSettings) -> Iterator[_Problem]:
 
 
 def _memory(limit_bytes: int) -> Iterator[_Problem]:
-    """Yield a limit below the memory of a worker without a model, which differs from machine to machine."""
+    """Yield a problem if a worker may exceed the limit without a model; the memory varies by machine."""
     needed_bytes = _EMPTY_WORKER_MIB * 2**20
     if 0 < limit_bytes < needed_bytes:
         level: Level = "error" if limit_bytes < needed_bytes / 2 else "warning"

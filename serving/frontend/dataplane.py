@@ -87,7 +87,7 @@ class _Awaited(Request):
         self._future: asyncio.Future[Response] | None = answer
 
     def operation(self) -> Operation:
-        """Return the client's call as its protocol names it."""
+        """Return the operation that the client called, as the client's protocol names it."""
         scope = current_call()
         named = None if scope is None or scope.many else scope.operation
         return super().operation() if named is None else named

@@ -9,8 +9,8 @@ _VARIANT = dict(zip("0123456789abcdef", "89ab" * 4, strict=True))
 _DIGITS = 32  # hexadecimal digits of an id
 # Ids drawn at once, because `os.urandom` releases the GIL, and another thread may then keep it for a while.
 _DRAWN_AT_ONCE = 64
-_drawn: list[str] = []  # digits of unused ids
-os.register_at_fork(after_in_child=_drawn.clear)  # else both processes would return the same ids
+_drawn: list[str] = []  # ids not yet used, each as 32 digits
+os.register_at_fork(after_in_child=_drawn.clear)  # else parent and child would return the same ids
 
 
 def new_request_id() -> str:

@@ -46,9 +46,9 @@ class LoopShare:
 class LoopTurns:
     """Bounds the total time for which connections parse in one iteration of the event loop.
 
-    Connections report the time that they used by `spend`. Once it reaches `turn_s`, they put off the bytes
-    that they have read. These are parsed in later iterations, first come, first served, after timers, workers
-    and other ports had their turn.
+    Connections call `spend` with the time that they used. Once the sum reaches `turn_s`, they put off the
+    bytes that they have read. These are parsed in later iterations, first come, first served, after
+    timers, workers and other ports had their turn.
 
     Attributes:
         are_over: whether further work should be put off, or be done in a thread.

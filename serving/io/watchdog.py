@@ -127,7 +127,7 @@ class Upload(Silence):
             self._on_timeout()
 
     def hurry(self, timeout_s: float) -> None:
-        """Lower the timeout, and the bytes of the minimum rate with it; a present silence counts from now."""
+        """Lower the timeout; the minimum rate stays. A silence that has begun counts from now."""
         self._min_bytes *= timeout_s / self._timeout_s
         is_expected = self.began_s is not None
         self.stop()

@@ -105,7 +105,7 @@ def name_rank(rank: int) -> None:
             handler.formatter.rank = str(rank)
 
 
-share = LoopShare()  # of all workers' lines, which take some 30 us each; handlers wait in their `print`
+share = LoopShare()  # for all workers' lines, about 30 us each; when it is used up, handlers wait in `print`
 
 
 async def relay_all(

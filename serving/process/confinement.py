@@ -66,9 +66,10 @@ DENIED = (
     *("unshare", "setns", "reboot", "swapon", "swapoff", "acct", "syslog", "quotactl", "quotactl_fd"),
     *("settimeofday", "clock_settime", "clock_settime64", "clock_adjtime", "adjtimex", "stime"),
     *("sethostname", "setdomainname", "iopl", "ioperm", "vm86", "vm86old", "vhangup", "personality"),
-    "inotify_add_watch",  # Landlock does not govern it, and it reports the names of files in use
-    # IPC of System V and POSIX's queues have no paths, so Landlock does not govern them: they would
-    # connect the workers of all models with one user, and outlive them. An id may name another's object.
+    "inotify_add_watch",  # reports the names of files in use, and Landlock does not govern it
+    # IPC of System V and queues of POSIX have no paths, so Landlock does not govern them. They would let
+    # workers of different models with one user communicate, and would outlive the workers. An id may name an
+    # object of another process.
     *("shmget", "shmat", "shmctl", "msgget", "msgsnd", "msgrcv", "msgctl"),
     *("semget", "semop", "semtimedop", "semctl", "mq_open", "mq_unlink"),
 )
@@ -224,7 +225,8 @@ def make_filter(*, network: bool, own_user: bool) -> bytes:
     All other calls are allowed: a list of the calls that any library under a model makes would break with the
     library's next release.
 
-    `own_user`: files of the process's user are not the server's, so it may change their modes and times.
+    `own_user`: the process has another user than the server, so that the files it owns are not the server's.
+    It may change their modes and times.
 
     Raises:
         ImportError, RuntimeError, OSError: pyseccomp or libseccomp is missing.

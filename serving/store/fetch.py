@@ -423,7 +423,7 @@ def signed(source: Source) -> Source:
 
 
 def _at_its_region(context: dict[str, Any], **_: object) -> None:
-    """Let botocore sign for the region's host: the global one, its default, lacks those of newer regions."""
+    """Let botocore sign for the region's host: the default host can't serve buckets of newer regions."""
     context["use_global_endpoint"] = False
 
 

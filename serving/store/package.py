@@ -309,7 +309,7 @@ class Store:
 
 
 def store_of(server: ServerSettings, models: Store | None = None) -> Store:
-    """Create the model store from the settings; or, if `models` is that store, the workflow store.
+    """Create the model store from the settings; if `models` gives the model store, create the workflow store.
 
     Workflows are in the folder of the models unless the settings name another.
 

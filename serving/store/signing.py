@@ -248,7 +248,7 @@ def sign(archive: Archive, means: SignWith) -> Path:
     except Exception as err:  # of the library, cryptography, OpenSSL, the disk, or Sigstore's transports
         raise SigningUnusable(f"{archive.path} can't be signed.", _text_of(err)) from err
     finally:
-        with suppress(OSError):  # on a read-only disk this fails even if there is no draft
+        with suppress(OSError):  # on a read-only disk, even removing a missing draft fails
             draft.unlink()
     return target
 

@@ -158,8 +158,8 @@ def next_run(batches: FrameReader, begin: Callable[[Run], None]) -> Run | None:
 
     Args:
         batches: reads the data socket of the lane.
-        begin: writes the begin mark. It is called before large values are received: the kernel may end the
-            process for their memory, and the next process would have to receive them, too.
+        begin: writes the begin mark. It is called before large values are received: they may take so much
+            memory that the kernel ends the process, and the next process would get them, too.
     """
     try:
         payload = batches.next()

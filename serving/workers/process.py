@@ -1,4 +1,4 @@
-"""A worker process: the lanes of one version, each with its handler.
+"""A worker process: the executors of one version (lanes), each with a handler of its own.
 
 Forked by `fork_server.py`, or started as `python -m torchere.serving.workers.process FD FD FD`; `launch.py`
 chooses. It ends when the server closes its control socket.

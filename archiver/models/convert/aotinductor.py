@@ -24,17 +24,16 @@ from torchere.archiver.models.measure.cost import BATCH_SIZES, Model, one_thread
 from torchere.archiver.models.measure.difference import answers, difference
 from torchere.archiver.models.steps import Say, line_of
 
-# Two ways to multiply matrices in a program that AOTInductor compiles, and which of them is faster here.
+# Two ways to multiply matrices in a program that AOTInductor compiles, and the choice of the faster one.
 #
 # In the plain build, each multiplication is a call of the BLAS library that torch was built with (MKL on
-# x86). With Inductor's own C++ templates it is compiled into the package: weights lie in the order in which
-# they are read, and the operations after the multiplication (bias, GELU, a residual) are done before its
-# result leaves the cache. The faster way depends on the shapes and on the CPU, so both are compiled and
-# measured.
+# x86). Inductor's own C++ templates compile it into the package: weights lie in the order in which they are
+# read, and the operations after the multiplication (bias, GELU, a residual) are done before its result leaves
+# the cache. The faster way depends on the shapes and on the CPU, so both are compiled and measured.
 
-# The number of parts of a template multiplication, and so the maximum number of threads, because each part
-# runs on one thread. Inductor's default is the core count of this machine, which can differ from the
-# server's. On a single thread, one part would be up to 5 % faster.
+# The number of parts into which a template splits a multiplication, and so the maximum number of threads:
+# each part runs on one thread. Inductor's default is the core count of this machine, which can differ from
+# the server's. On a single thread, an undivided multiplication would be up to 5 % faster.
 _PARTS = 8
 # `TEMPLATES` names a single backend: with two, Inductor benchmarks each shape itself, on all cores. That
 # takes a compiler run per shape, and its result is arbitrary on a busy machine.
@@ -106,7 +105,7 @@ def samples(program: ExportedProgram) -> list[Tensors]:
 
 
 def _example(program: ExportedProgram) -> Tensors:
-    """Return the program's example inputs; nothing if they are not positional tensors only."""
+    """Return the program's example inputs; an empty tuple if they are not positional tensors only."""
     args, keywords = program.example_inputs or ((), {})
     return () if keywords or not all(isinstance(one, torch.Tensor) for one in args) else args
 
@@ -228,12 +227,12 @@ def _compile(program: ExportedProgram, path: Path, settings: dict[str, Any]) -> 
 
 @contextmanager
 def _unlimited_sizes() -> Iterator[None]:
-    """Keep the compiler from limiting sizes to those that are computed in the same way as the example.
+    """Keep the compiler from limiting sizes to those that torch would compute in the example's way.
 
-    Torch takes the result of a comparison for the example as a condition on all inputs. For a convolution it
-    compares the batch with 16, and the compiler only reads the memory format of the result from it. For a sum
-    it compares the length with 4096, to add up long ones more precisely; either code takes all lengths. Not
-    thread-safe.
+    When torch compares a size of the example, it makes the outcome a condition on all inputs. For a
+    convolution it compares the batch with 16, and the compiler uses the outcome only to find the memory
+    format of the output. For a sum it compares the length with 4096, to add long sums more precisely; the
+    code for either outcome takes all lengths. Not thread-safe.
     """
     from torch._inductor.codegen.cpp import CppKernel  # noqa: PLC0415  # torch._inductor takes seconds
     from torch._inductor.virtualized import V  # noqa: PLC0415
@@ -253,7 +252,10 @@ def _unlimited_sizes() -> Iterator[None]:
 
 @contextmanager
 def _without_conditions(owner: Any, name: str, sizes_of: Callable[..., Any]) -> Iterator[None]:
-    """Let a function of torch compare sizes without recording conditions; `sizes_of` finds a call's sizes."""
+    """Let a function of torch compare sizes without recording conditions.
+
+    `sizes_of` returns torch's record of the sizes in a call, to which conditions would be added.
+    """
     choose = getattr(owner, name, None)
     if choose is None:  # other versions of torch
         yield
@@ -297,7 +299,7 @@ def _refuse_narrowed(program: ExportedProgram, sizes: Sequence[FreeSize]) -> Non
 def _with_templates(
     program: ExportedProgram, path: Path, settings: dict[str, Any], given: Sequence[Tensors], say: Say
 ) -> Timed | None:
-    """Compile again with templates, and replace `path` by the new build if it is faster.
+    """Compile again with templates, and replace `path` with the new build if it is faster.
 
     Return None if the compilation fails: Inductor rejects a program with any multiplication that the
     templates do not support, such as one of doubles.
@@ -348,7 +350,7 @@ def _settings(isa: str | None, freezing: bool) -> dict[str, Any]:
 
 
 def _block_rewrites(graph: fx.Graph) -> None:
-    """Change the graph, with equal results, so that the compiler's passes rewrite no part of it wrongly."""
+    """Change the parts of the graph that the compiler would rewrite wrongly; the results stay equal."""
     _block_folds(graph)
     _block_8_bits(graph)
 
@@ -356,9 +358,9 @@ def _block_rewrites(graph: fx.Graph) -> None:
 def _block_folds(graph: fx.Graph) -> None:
     """Keep freezing from folding arithmetic into a convolution's weights where it does so wrongly.
 
-    Freezing scales dimension 0 of the weights, which is that of the inputs in a transposed convolution. It
-    takes dimension 1 of a constant for the channels, even if it has fewer dimensions than one image.
-    It does not look behind an alias, which a later pass removes.
+    Freezing scales dimension 0 of the weights; in a transposed convolution these are the input channels. It
+    takes dimension 1 of a constant for the channels, even if it has fewer dimensions than one image. An
+    alias, which a later pass removes, hides the convolution from freezing.
     """
     for node in graph.find_nodes(op="call_function", target=torch.ops.aten.convolution.default):
         weight, users = node.args[1].meta["val"], list(node.users)
@@ -398,7 +400,7 @@ def private_cache(folder: Path) -> Iterator[None]:
 
     Inductor's default cache would keep a copy of the weights of each compilation in the system's temporary
     folder, where other users may read it. Precompiled headers stay in their usual place, and so do the four
-    programs by which Inductor tests this machine's instruction sets: they contain no model data and take
+    programs with which Inductor tests this machine's instruction sets: they contain no model data and take
     seconds to build. Not thread-safe: one compilation per process at a time.
     """
     from torch._inductor.cpu_vec_isa import valid_vec_isa_list  # noqa: PLC0415  # torch._inductor takes seconds

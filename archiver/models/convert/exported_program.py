@@ -61,7 +61,7 @@ def to_program(module: torch.nn.Module, example: Tensors, sizes: Sequence[FreeSi
 
 
 def refuse_attributes(module: torch.nn.Module, example: Tensors) -> None:
-    """Raise ModelRefused for an eager module that keeps state in attributes, which a program can't keep.
+    """Raise ModelRefused for an eager module that keeps state in attributes: an exported program can't do so.
 
     Call it for the user's own module, because a graph made from it has the values as constants.
     """
@@ -77,9 +77,9 @@ def refuse_attributes(module: torch.nn.Module, example: Tensors) -> None:
 def exportable(module: torch.nn.Module) -> Iterator[None]:
     """Let torch.export accept code in the block that it would refuse or specialise; outputs stay the same.
 
-    Three cases: a batch size that the code reads by `len`; the length of a GRU or an LSTM, which torch.export
-    would unroll; and the check of a mask's values in `nn.Transformer`, which only chooses a faster kernel.
-    Not thread-safe.
+    Three cases: a batch size that the code reads with `len`; the length of a GRU or an LSTM, which
+    torch.export would unroll; and the check of a mask's values in `nn.Transformer`, which only chooses a
+    faster kernel. Not thread-safe.
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
@@ -162,7 +162,7 @@ def _forget_origins(program: ExportedProgram) -> None:
 
 
 def _take_classes_out(program: ExportedProgram) -> None:
-    """Replace tuple subclasses in the outputs, such as named tuples, by plain tuples, as TorchScript does.
+    """Replace tuple subclasses in the outputs, such as named tuples, with plain tuples, as TorchScript does.
 
     The server can't import a model's own tuple classes, and torch.export refuses to save them.
     """

@@ -1,4 +1,4 @@
-"""The last build step: write the model file, or keep it, and the metadata that a server needs to load it."""
+"""The last build step: write or keep the model file, and write the metadata that servers need to load it."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def write_model(
 
 
 def _loaded(target: Path, example: Tensors, say: Say) -> Run:
-    """Load a package; warn if it writes into its inputs, as torch 2.13's code of some int8 models does."""
+    """Load a package; warn if it writes into its inputs, as some int8 models compiled by torch 2.13 do."""
     run: Run = load_aoti(target)
     if changes_inputs(run, example):
         say(
@@ -165,13 +165,13 @@ def _freezing(module: torch.nn.Module, options: BuildOptions) -> bool | None:
     return True if options.quantize else None
 
 
-# What a file holds beside the weights: the graph or code, and the head of each tensor. These are known only
-# when the file is written.
+# Allowance for the rest of a file: the graph or code, and the header of each tensor. Its true size is known
+# only when the file is written.
 _OTHER_SHARE, _OTHER_BYTES = 0.01, 4e6
 
 
 def refuse_no_room(module: torch.nn.Module, work: Path, copies: int = 1) -> None:
-    """Raise ModelRefused if the disk space, or the limit of a file's size, is too small for the model's file.
+    """Raise ModelRefused if the disk space or the file size limit is too small for the model's file.
 
     If a write fails, torch's writer ends the process.
     """
@@ -191,7 +191,7 @@ def refuse_no_room(module: torch.nn.Module, work: Path, copies: int = 1) -> None
 
 
 def _largest_file() -> float:
-    """Return how many bytes a file of this process may have."""
+    """Return the maximum size in bytes of a file that this process writes."""
     try:
         import resource  # noqa: PLC0415  # Windows has none
     except ImportError:
@@ -231,8 +231,8 @@ def config_with(config: Path | None, options: TorchScriptOptions, work: Path) ->
     """Write a copy of the configuration with the load options added; return `config` if it has them all.
 
     Raises:
-        ModelRefused: `config` has a `torchscript` section that lacks some of the options, or its YAML form
-            does not allow another section.
+        ModelRefused: options must be added, but `config` already has a `torchscript` section, or is written
+            in a YAML form that allows no further section.
     """
     section = _section(config)
     said = {f"{name}: {value}" for name, value in (section or {}).items()}
@@ -322,7 +322,7 @@ _LOADABLE = (kinds.TORCHSCRIPT, kinds.EXPORTED_PROGRAM, kinds.AOTINDUCTOR, kinds
 def keep(
     source: Source, example: Tensors | None, options: BuildOptions, work: Path, say: Say
 ) -> tuple[Built, Signature | None]:
-    """Return the files to pack the source unchanged, and its signature if it is known.
+    """Return the files that pack the source model unchanged, and the model's signature if it is known.
 
     Args:
         source: the loaded source model.

@@ -1,7 +1,8 @@
-"""`--parallel`: tries a model over ranks, and writes their number and the split into its configuration.
+"""`--parallel`: tries a model split over processes (ranks), and writes the split into its configuration.
 
-The trial compares the outputs of the ranks with those of one process. The ranks are forked and communicate by
-gloo over loopback. A model that ends or blocks a rank ends the trial (`probe/isolation.py`), not the packer.
+The trial compares the outputs of the ranks with those of one process. The ranks are forked and communicate
+with gloo over loopback. A model that ends or blocks a rank ends the trial (`probe/isolation.py`), but not the
+packer.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ from torchere.archiver.models.steps import Say, step
 from torchere.archiver.request import KEEP, BuildOptions
 from torchere.archiver.split import SECTION, Split
 
-# The section `parallel` and its lines; the section of another program may have this name.
+# The section `parallel` with its lines. Another program may have a section of this name, so only a section
+# with `tensor` or `pipeline` (`_IS_OURS`) is taken to spread a model over ranks.
 _SECTION = re.compile(rf"""^["']?{SECTION}["']?:(.*(?:\n[ \t]+.*)*)""", re.MULTILINE)
 _IS_OURS = re.compile(r"""[{\s,"'](?:tensor|pipeline)["']?\s*:""")
 MOST_DIFFERENCE = 1e-4  # of the largest value, or of 1 if that is smaller
@@ -50,7 +52,7 @@ _OTHER_PLAN = "name other layers, or take pipeline instead of tensor, or the oth
 def _refuse_ranks(config: Path | None) -> None:
     """Raise ModelRefused if `config` spreads the model over ranks, because such a model has to stay a class.
 
-    Its weights may be in another place, and the class alone would be converted with its initial weights.
+    The weights may be in another place, and the class alone would be converted with its initial weights.
     """
     section = _SECTION.search(config_text(config))
     if section is not None and _IS_OURS.search(section[1]):

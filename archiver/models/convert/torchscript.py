@@ -46,12 +46,12 @@ def to_torchscript(
     only_trace: bool = False,
     say: Say = silent,
 ) -> torch.jit.ScriptModule:
-    """Compile to frozen TorchScript; freezing folds batch normalisation into the preceding layer.
+    """Compile a module to frozen TorchScript; freezing folds batch normalisation into the preceding layer.
 
     Args:
         module: in eval mode; TorchScript is frozen, unless it is frozen already.
         example: the inputs of the trace. Tracing keeps only the branches that this example takes.
-        sizes: the sizes that differ between requests; the trace is also compared at other values of these.
+        sizes: the sizes that differ between requests; the trace is also compared at other values of them.
         script: compile the source of the module, with its branches and loops, instead of tracing.
         only_trace: do not compile the source if tracing fails or gives other results.
         say: receives a line if tracing may have made a value constant, or the source was compiled instead.
@@ -74,11 +74,11 @@ def to_torchscript(
 
 
 def forget_stale_operators() -> None:
-    """Remove the entries of operators that are gone from the table in which torch's compiler finds operators.
+    """Remove stale entries from the table in which torch's compiler looks up operators.
 
-    The table has the `id` of each. When a library adds an overload to an operator, as the import of torch's
-    int8 operators does, torch makes a new object and keeps the `id` of the old one. The compiler takes an
-    attribute of a module that gets this `id` for the operator, and refuses the module.
+    The keys are the `id`s of operators. When a library adds an overload to an operator, as the import of
+    torch's int8 operators does, torch makes a new object, but the table keeps the `id` of the old one. If an
+    attribute of a module gets this `id`, the compiler takes it for the operator, and refuses the module.
     """
     table: dict[int, str] = getattr(getattr(torch.jit, "_builtins", None), "_builtin_table", None) or {}
     for key, name in list(table.items()):
@@ -94,8 +94,8 @@ def _frozen(compiled: torch.jit.ScriptModule, example: Tensors) -> torch.jit.Scr
     watch = _NormalisedRows()
     has_forward = compiled._c._has_method("forward")
     if has_forward and has_linear_layers(compiled) and "aten::batch_norm" in str(compiled.inlined_graph):
-        # A copy runs, because the module may keep tensors, and could not write into those of inference mode
-        # later. That mode shows `aten::linear` to the watch; otherwise autograd takes it apart first.
+        # Run a copy, because the module may keep tensors, and could not write into those of inference mode
+        # later. `watch` sees `aten::linear` only in this mode; otherwise autograd splits the operator first.
         run = copy.deepcopy(compiled.eval())
         with torch.inference_mode(), watch:
             run(*copies(example))
@@ -330,7 +330,7 @@ def _is_plain(result: Any) -> bool:
 
 @contextmanager
 def _baked() -> Iterator[list[str]]:
-    """Yield a list that block exit fills with the values that the trace made constant and their locations."""
+    """Yield a list; at block exit it gets the values that the trace made constant, with their locations."""
     places: list[str] = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", torch.jit.TracerWarning)  # type: ignore[attr-defined]

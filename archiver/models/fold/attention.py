@@ -26,7 +26,7 @@ from torchere.archiver.models.inputs.run import has_hooks
 from torchere.archiver.models.measure.difference import answers, difference
 
 _MAX_DRIFT = 1e-3  # only the order of sums differs
-# The errors of a model whose own code reads the weights of an attention layer that was replaced.
+# Errors that a model may raise if its own code reads the weights of a replaced attention layer.
 _LOOKED_INTO = (
     AssertionError,
     AttributeError,
@@ -47,7 +47,7 @@ class Opened:
 
 
 def open_attention(module: nn.Module, example: tuple[torch.Tensor, ...]) -> Opened:
-    """Copy the model and replace `nn.MultiheadAttention` by linear layers and plain operations.
+    """Copy the model and replace `nn.MultiheadAttention` with linear layers and plain operations.
 
     `nn.TransformerEncoderLayer` and `nn.TransformerEncoder` are replaced, too: they read attention's weights.
     Subclasses, layers with hooks, and attention with `add_bias_kv` or `add_zero_attn` stay unchanged. The
@@ -183,9 +183,9 @@ def merged_masks(
     """Merge both masks of `nn.MultiheadAttention` into the single mask of `attend`.
 
     Args:
-        attention: [length, keys] or [batch * heads, length, keys]; see `added_mask`.
-        padding: [batch, keys] or [keys]; see `added_mask`.
-        like: the query.
+        attention: `attn_mask`, [length, keys] or [batch * heads, length, keys]; boolean or additive.
+        padding: `key_padding_mask`, [batch, keys] or [keys]; boolean or additive.
+        like: the query, for its dtype and its number of dimensions.
         heads: the number of heads.
     """
     merged = added_mask(attention, like)
@@ -213,9 +213,9 @@ def without_padding(
     Return the states unchanged if there is a mask, or if they have no batch dimension. A position is padding
     if its value is true or not 0.
 
-    `nn.TransformerEncoder` gives the same result for a single row, because it skips padding by a nested
-    tensor. For a batch, it does so only if all rows have their padding at the end, so a row's result would
-    depend on the other rows.
+    For a single row, `nn.TransformerEncoder` does the same, because it uses a nested tensor, which leaves the
+    padding out. For a batch, it does so only if all rows have their padding at the end, so a row's result
+    would depend on the other rows.
     """
     if padding is None or padding.dim() != 2 or mask is not None:
         return states

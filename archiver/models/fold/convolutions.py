@@ -98,7 +98,7 @@ def _answers_alike(model: nn.Module, graph: fx.GraphModule, example: tuple[torch
             inputs = tuple(map(vary, example))
             try:
                 wanted = answers(model, inputs)
-            # Broad: the model's own code may refuse such values by any error.
+            # Broad: the model's own code may refuse such values with any error.
             except Exception:
                 continue
             if not _is_alike(wanted, graph, inputs):
@@ -133,7 +133,7 @@ def replace_module(graph: fx.GraphModule, node: fx.Node, layer: nn.Module) -> No
 
 
 def insert_module(graph: fx.GraphModule, node: fx.Node, layer: nn.Module, source: fx.Node) -> fx.Node:
-    """Replace the node by a call of a new layer on `source`; return the new node."""
+    """Replace the node with a call of a new layer on `source`; return the new node."""
     name = free_name(graph, f"{node.name}_layer")
     graph.add_module(name, layer)
     with graph.graph.inserting_before(node):
@@ -243,7 +243,7 @@ def folded_axis(before: int, after: int, dilation: int) -> Axis | None:
 
 
 def _fold_padding(graph: fx.GraphModule, node: fx.Node) -> bool:
-    """Fold the node if it is a padding whose result only convolutions read; return whether it was."""
+    """Fold the node if it is a padding whose result only convolutions read; return whether it was folded."""
     source, sides = _padding_of(graph, node)
     readers = list(node.users)
     if not isinstance(source, fx.Node) or not readers:
@@ -290,7 +290,7 @@ def _grown(layer: nn.Module | None, sides: tuple[int, ...]) -> nn.Module | None:
 
 
 def _by_axis(layer: Any, setting: Sequence[int]) -> tuple[int, ...]:
-    """Return a setting of the convolution with a number for each axis: torch also takes `(2,)` for all."""
+    """Return a setting of the convolution with one number per axis; torch also takes just one, `(2,)`."""
     return tuple(setting) * len(layer.kernel_size) if len(setting) == 1 else tuple(setting)
 
 
@@ -329,7 +329,7 @@ _PLAIN = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 def _number_paddings(graph: fx.GraphModule) -> None:
-    """Replace paddings that are words by numbers; if no numbers do the same, also pad before the layer."""
+    """Turn the paddings `same` and `valid` into numbers; if a layer can't pad so, also pad before it."""
     for node in list(graph.graph.nodes):
         layer: Any = module_at(graph, node)
         if type(layer) not in _PLAIN or not isinstance(layer.padding, str) or has_hooks(layer):
@@ -354,7 +354,7 @@ def _ends(layer: Any, axis: int) -> tuple[int, int]:
     return total // 2, total - total // 2
 
 
-_ROWS = 2  # dimensions of the output of a linear layer for rows: [rows, features]
+_ROWS = 2  # number of dimensions of a linear layer's output [rows, features]
 _NORMALISATIONS: dict[type[nn.Module], type[nn.Module]] = {
     nn.Conv1d: nn.BatchNorm1d,
     nn.Conv2d: nn.BatchNorm2d,
@@ -364,10 +364,10 @@ _NORMALISATIONS: dict[type[nn.Module], type[nn.Module]] = {
 
 
 def fold_normalisations(graph: fx.GraphModule, example: tuple[torch.Tensor, ...]) -> int:
-    """Fold each batch normalisation that alone reads a convolution or linear layer; return the count.
+    """Fold each batch normalisation that is the only reader of a convolution or linear layer, and count them.
 
     A linear layer computes the last dimension of its output, and the normalisation scales dimension 1, so the
-    two are folded only if the output has two dimensions. The graph is run on the example to count these.
+    two are folded only if the output has two dimensions. The graph is run on the example to count them.
     """
     nodes = [node for node in graph.graph.nodes if _is_followed(graph, node)]
     linear = [node for node in nodes if isinstance(module_at(graph, node), nn.Linear)]

@@ -71,7 +71,7 @@ def unchanged_attributes(module: torch.nn.Module) -> Iterator[None]:
 
 def _put_back(part: torch.nn.Module, named: Mapping[str, object], registered: Collection[str]) -> None:
     for name, _ in _attributes(part, (torch.Tensor, *_PLAIN)):
-        # A run may replace a parameter by a tensor, which later runs expect.
+        # Keep a tensor with which the run has replaced a parameter: later runs expect it.
         if name not in named and name not in registered:
             del vars(part)[name]
     vars(part).update({name: value for name, value in named.items() if isinstance(value, _PLAIN)})
@@ -97,9 +97,9 @@ def refuse_lost_state(
     """Raise ModelRefused if a module, which has run before, keeps state between runs by assigning new values.
 
     Args:
-        module: the module; this changes its state and its buffers, see `unchanged_buffers`.
+        module: its state and its buffers are changed; `unchanged_buffers` restores them.
         example: inputs to run it on.
-        form: name of the compiled form, which keeps the values from the time when it was made.
+        form: the compiled form, for the error; it keeps the values that the state has at packing.
         keeps: the names of the state that this form updates as the module does.
     """
     found: list[Named] = []
@@ -117,10 +117,10 @@ def refuse_lost_state(
 
 
 def assigned_state(module: torch.nn.Module, run: Callable[[], object]) -> list[str]:
-    """Return the names of the buffers and attributes to which a run assigns values that differ.
+    """Return the names of the buffers and attributes to which a run assigns different values.
 
     A tensor or number in a list, tuple or dict counts as part of the attribute that holds it. Changes within
-    a tensor do not count, and neither does a cache that gets an equal value.
+    a tensor do not count, and neither does a new value that is equal to the old one.
     """
     before = _by_name(module, _held)
     run()
@@ -182,7 +182,7 @@ def random_ones(
 
     Args:
         made: `unsaved` of the module before its weights were loaded.
-        loaded: `unsaved` afterwards; a class may load such tensors by code of its own.
+        loaded: `unsaved` afterwards; a class may load such tensors with code of its own.
         again: creates a new instance of the module; called only if loading left tensors of `made` unchanged.
     """
     kept = [name for name, tensor in made.items() if name in loaded and is_same(tensor, loaded[name])]

@@ -31,7 +31,7 @@ TORCH_TYPES = {name: dtype for dtype, name in DATATYPES.items()}
 
 @dataclass(frozen=True)
 class Example:
-    """Tensors for the inputs of a model; `names` has the input's name for each, if the file gives names.
+    """Tensors for the inputs of a model; `names` has the input name of each, if the file gives names.
 
     `typed`: the file sets the datatypes; they are not the defaults of JSON or NumPy. `unprepared`: the file
     is a picture, and the handler prepares no pictures.
@@ -70,7 +70,7 @@ def read_example(path: Path, *, doubles: bool = False, prepare: Prepare | None =
 
     - JSON: a request of the Open Inference Protocol, an object of names and nested lists, or one nested list
       (numbers with a decimal point become FP32, others INT64).
-    - `.pt`: a tensor, or a tuple, list or dict of tensors; read by the weights-only unpickler.
+    - `.pt`: a tensor, or a tuple, list or dict of tensors; read with the weights-only unpickler.
     - `.npy`, `.npz`; FP64, which is NumPy's default, becomes FP32.
     - Any other file is the body of a request, which `prepare` turns into the model's inputs. Where the
       handler prepares nothing, a picture becomes FP32 [1, 3, height, width] with values from 0 to 1.
@@ -123,7 +123,7 @@ def _read(data: bytes, prepare: Prepare | None) -> Example:
 
 
 def _zipped(data: bytes) -> Example:
-    """Read a `.npz` file or a torch.save file, which both are zips."""
+    """Read a `.npz` file or a torch.save file; both are zips."""
     with zipfile.ZipFile(io.BytesIO(data)) as package:
         if sum(info.file_size for info in package.infolist()) > MAX_EXAMPLE_BYTES:
             raise ValueError(f"it unpacks to more than {MAX_EXAMPLE_BYTES} bytes")
@@ -247,7 +247,7 @@ def example_of(signature: Signature, asked: Sequence[FreeSize] = ()) -> Example:
     """Make an example for a signature's inputs: random floats 0 to 1, whole numbers 0, free sizes 2.
 
     A free size that can't be 2 is the next larger size that its limits allow, or else the smallest one. A
-    size in `asked`, the sizes that the user lets vary, is in its range, too.
+    size in `asked`, the sizes that the user lets vary, is also within the range given there.
 
     Raises:
         ModelRefused: an input has a datatype that no tensor has, or the inputs take too much memory.
@@ -356,7 +356,7 @@ def array_of(data: bytes) -> Any:
 
 
 def check_numbers(dtype: Any) -> None:
-    """Raise ValueError if the dtype is neither of numbers nor of booleans."""
+    """Raise ValueError unless the dtype is numeric or boolean."""
     if dtype.kind not in _KINDS:
         raise ValueError(f"an array of {dtype}; expected numbers")
 

@@ -52,10 +52,10 @@ DATATYPES = {
 def run_on(run: Run, example: Tensors) -> Named:
     """Run the model without gradients; return its results by name, tuples and dicts flattened.
 
-    Inputs and results are copied, because the model may change its inputs and, later, returned tensors.
+    Inputs and results are copied: the model may write into its inputs, and later into tensors it returned.
 
     Raises:
-        ModelRefused: the model fails, or its result has other values than tensors that clients can receive.
+        ModelRefused: the model fails, or its result has a value other than a tensor that clients can receive.
     """
     with refusing(f"running the model on {shapes(example)}"), torch.no_grad():
         result = run(*copies(example))
@@ -71,7 +71,7 @@ def copies(inputs: Sequence[torch.Tensor]) -> Tensors:
 
 
 def run_of_session(session: Any) -> Callable[..., Tensors]:
-    """Return a session of onnxruntime as a function of tensors, one per input; its results are on the CPU.
+    """Wrap an onnxruntime session in a function of tensors, one per input; its results are on the CPU.
 
     The function is thread-safe, as the session is.
     """
@@ -176,8 +176,8 @@ class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torc
     def __init_subclass__(cls) -> None:
         """Skip torch's `__init_subclass__`, whose wrapper imports `torch._dynamo` at the first operator.
 
-        The import takes 2 s, also in each forked trial. The operators of models that call `torch.compile` are
-        seen without the wrapper, too.
+        The import takes 2 s, and again in each forked trial. The watch does not need the wrapper, even for a
+        model that calls `torch.compile`: it sees the operators without it.
         """
 
 

@@ -39,7 +39,7 @@ class FreeSize:
     multiple: int = 1
 
     def size_in(self, example: Tensors) -> int:
-        """Return the size in the example; all places were checked to agree."""
+        """Return the size in the example, which is the same in all places."""
         index, dimension = self.places[0]
         return example[index].shape[dimension]
 
@@ -164,7 +164,7 @@ def parse_free_size(text: str, names: Sequence[str]) -> FreeSize:
 
 
 def asked_sizes(options: BuildOptions, names: Sequence[str]) -> list[FreeSize]:
-    """Return the sizes that the options let vary; no example was checked against them.
+    """Return the sizes that the options let vary, without checking them against an example.
 
     Raises:
         ModelRefused: an option is wrong.
@@ -191,10 +191,10 @@ def sizes_of(
 
 
 def signed_sizes(signature: Signature) -> list[FreeSize]:
-    """Return the free sizes of the signature's inputs, in the limits that it has for them.
+    """Return the free sizes of the signature's inputs, within the signature's limits.
 
-    Dimensions whose limits share a name are one size. The first dimensions of all inputs are one, too, if
-    they are the batch and their limits have no names.
+    Dimensions whose limits share a name are one size. The first dimensions of all inputs are also one
+    size if they are the batch and their limits have no names.
     """
     inputs = signature.inputs
     are_rows = signature.batched and not any(_name(spec, 0) for spec in inputs)
@@ -205,7 +205,7 @@ def signed_sizes(signature: Signature) -> list[FreeSize]:
             groups.setdefault(_name(spec, at) or alone, []).append((place, at))
     found = [_signed_size(inputs, places) for places in groups.values()]
     if are_rows:
-        found[0] = replace(found[0], name=BATCH, low=1)  # from one row on, as in `sizes_of`
+        found[0] = replace(found[0], name=BATCH, low=1)  # a single row is always allowed, as in `sizes_of`
     return found
 
 
@@ -243,8 +243,8 @@ def resized(example: Tensors, free: FreeSize, size: int) -> Tensors:
 def without_ones(tensor: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
     """Return the tensor with its free dimensions of size 1 doubled: torch.export takes 1 for a constant.
 
-    Those of one multiple are doubled, too, because a model may reshape them into their multiples, of which
-    there would be 1.
+    A size of one `multiple` is doubled, too, because a model may reshape the dimension into its multiples,
+    and their number would be 1.
     """
     for dimension, wanted in enumerate(spec.shape):
         limit, size = common_limit(spec.limits_of(dimension)), tensor.shape[dimension]

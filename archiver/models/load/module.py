@@ -1,7 +1,7 @@
 """Eager modules: made from a class in a Python file, or by a factory in an importable package.
 
 Only the Python code that the user named is run. If a file has several classes, one is chosen. A server
-accepts only one class in a file; for such a file, a second file is written that subclasses the chosen class.
+accepts only one class in a file, so the archiver then adds a second file with a subclass of the chosen class.
 """
 
 from __future__ import annotations

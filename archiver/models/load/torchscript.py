@@ -89,7 +89,7 @@ def load_script(
         UnsafeModel: the code could read or write files, or the file is damaged.
         ValueError: this build of torch has no such engine.
         OSError: the file can't be read.
-        RuntimeError: the file is not TorchScript, or the engine can't hold its weights.
+        RuntimeError: the file is not TorchScript, or the engine does not support its weights.
     """
     if check:
         _check(source)

@@ -194,7 +194,7 @@ _NAMED = 3
 
 @dataclass(frozen=True, slots=True)
 class ChannelDrift:
-    """The channel that drifts most: the root mean square of its differences, divided by its deviation.
+    """The channel that drifts most. `drift`: root mean square of its differences, divided by its deviation.
 
     The deviation is the standard deviation of the channel in the original.
     """

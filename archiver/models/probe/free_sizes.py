@@ -83,9 +83,9 @@ def _places(trial: Trial, free: FreeSize, size: int) -> Places:
 def examples_of_size(example: Tensors, free: FreeSize, size: int) -> Iterator[Tensors]:
     """Yield the example in another size, with integers that may be valid for it, the likeliest first.
 
-    The example's integers may be indices below its own size, such as edges between nodes. In a compiled model
-    an index beyond a smaller size can crash the process, so the first attempt clamps such indices to the
-    size.
+    The example's integers may be indices below its own size, such as edges between nodes. Beyond a smaller
+    size, such an index can crash the process of a compiled model, so the first attempt clamps the integers to
+    valid indices.
     """
     given, now = resized(example, free, size), free.size_in(example)
 

@@ -53,7 +53,7 @@ class Precision:
 
 
 def largest_magnitude(values: torch.Tensor) -> float:
-    """Return the largest magnitude of the finite values that are not fillers; 0 if there is none."""
+    """Return the largest finite magnitude, leaving out fillers such as -1e9; 0 if no value is left."""
     found = torch.unique(values[values.isfinite()].abs())  # many equal fillers count once in the median
     if not found.numel():
         return 0.0

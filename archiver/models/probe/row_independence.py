@@ -134,7 +134,7 @@ def _mixing(output: str) -> ModelRefused:
 
 
 def _alone(trial: Trial, variation: Variation, count: int) -> Named | None:
-    """Return the results of rows of other values alone; None if there are no such rows, or they fail."""
+    """Run `count` rows of other values without the example's; None if that fails or `count` is 0."""
     try:
         return trial.answers(_strangers(trial.example, variation, count)) if count else None
     except ModelRefused:

@@ -94,10 +94,10 @@ def measured(
     The models are timed before they are judged, because their first runs decide their speed (`processor_ms`).
 
     Args:
-        method: name of the method, for the records.
-        packed: TorchScript with int8 weights.
-        judge: returns the drift of a model from fp32.
-        calls: arguments, one of them for each shape to time the model with.
+        method: the method's name, for the results.
+        packed: the saved model: TorchScript with int8 weights.
+        judge: returns how far a model's outputs drift from fp32.
+        calls: arguments to time the model with, one tuple for each shape.
     """
     found = {engine: Measured(method, engine, 0.0, float("inf")) for engine in supported()}
     running: dict[str, Any] = {}
@@ -215,7 +215,7 @@ class Maker:
         return [one for one in layers if one.name not in read], MOST_KEPT * weights
 
     def _folded(self, method: str) -> nn.Module:
-        """Return the model whose layers the method changes, with the names that it uses for them."""
+        """Return the model whose layers the method quantises; for int8-static, its layers are folded."""
         module, given = self.opened.module, (*self.samples, self.model.example)
         return fold(module, given[0]).module if method == "int8-static" else module
 

@@ -212,7 +212,7 @@ _TORCHSERVE_MODELS: Table = {
 def open_inference_services(
     dataplane: DataPlane, controlplane: ControlPlane, services: Services
 ) -> list[Service]:
-    """Return the protocol's two services, which differ in error codes, and in BYTES with an envelope."""
+    """Return the services under the protocol's name and TorchServe's; `Tensors` tells the differences."""
     tensors = TensorService(dataplane, services.settings.service_envelope)
     answers = RawAnswers()
     public = Tensors(dataplane, tensors, answers, as_torchserve=False).methods()

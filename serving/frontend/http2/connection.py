@@ -155,7 +155,7 @@ class Connection(asyncio.BufferedProtocol):
             stream = self._streams.popitem()[1]
             stream.consumed_all()
             stream.cancel()
-        self._headers = HeaderReader()  # frees the known heads: the collector may free this object late
+        self._headers = HeaderReader()  # frees the cached heads now: the collector may free this object late
 
     def pause_writing(self) -> None:
         """Stop sending: the socket's buffer is full."""

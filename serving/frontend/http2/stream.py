@@ -244,7 +244,7 @@ class Stream(StreamFlow):
     def half_close(self) -> None:
         """End the client's side of the stream."""
         self.remote_open = False
-        # Unsplit bytes remain only while the stream is paused; `resume` ends it then.
+        # Bytes remain unsplit only while the stream is paused; `resume` then reports the half-close.
         if not (self.ended or (self._reader is not None and self._reader.unsplit)):
             self._half_closed()
 

@@ -56,7 +56,7 @@ def _metrics(surfaces: Surfaces, address: Address | None) -> str:
 
 
 def _digest(element: str, text: str) -> str:
-    """Return the source expression of a policy that allows the inline element, and no other."""
+    """Return the hash with which a content security policy allows this inline element, and no other."""
     found = re.search(f"<{element}>(.*?)</{element}>", text, re.DOTALL)
     content = found[1] if found else ""
     return f"'sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}'"

@@ -9,7 +9,7 @@ from torchere.serving.frontend.budgets import Budgets
 from torchere.serving.io.turn_writes import Buffer
 from torchere.serving.io.watchdog import Unread, bytes_in_kernel
 
-SLICE_BYTES = 65_536  # of a long answer over TLS
+SLICE_BYTES = 65_536  # size of the parts in which a long answer is written over TLS
 
 
 class UnreadAnswers:

@@ -58,8 +58,8 @@ _OURS = frozenset(
 _NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")  # RFC 9110, 5.6.2: token
 _CONTROL = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
 
-_MAX_KEPT = 256  # cached entries of handler headers
-_MAX_KEPT_BYTES = 512  # of one entry
+_MAX_KEPT = 256  # number of cached encodings of handler headers
+_MAX_KEPT_BYTES = 512  # maximum size of one encoding
 _kept: Known[Sequence[tuple[str, str]], bytes] = Known(_MAX_KEPT)
 
 
