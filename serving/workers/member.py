@@ -215,6 +215,7 @@ def _be_rank(
     os.setsid()  # processes that its handler starts are ended with it
     os.environ.clear()
     os.environ.update(environment)
+    os.environ["TS_DECODE_INPUT_REQUEST"] = str(spec.decode_input).lower()  # the leader's setting counts
     settle_in()
     if not spec.gpu_ids:
         use_batch_policy()

@@ -46,7 +46,8 @@ class Handler:
     def handle(self, data, context):
         total = torch.ones(1)
         if bytes(data[0]["body"]) != b"any":
-            total *= bytes(data[0]["body"]).decode() in os.environ
+            asked = bytes(data[0]["body"]).decode()
+            total *= asked in os.environ or asked in ["=".join(item) for item in os.environ.items()]
         torch.distributed.all_reduce(total)
         return [f"{total.item():g} of {os.environ['WORLD_SIZE']}"] * len(data)
 """
@@ -341,6 +342,17 @@ def test_the_ranks_of_the_other_machine_end_with_the_group(make_group, further) 
         async with pool_in_service(make_group(2, 2)):
             assert len(further.children()) == 2
         await until(lambda: not further.children())
+
+    asyncio.run(main())
+
+
+def test_the_ranks_of_the_other_machine_decode_bodies_if_their_leader_does(
+    make_group, make_sink, make_request, further
+) -> None:
+    async def main() -> None:
+        async with pool_in_service(replace(make_group(2, 2), decode_input=False)) as pool:
+            ask = partial(answer_of, pool, make_sink, make_request)
+            assert await ask("TS_DECODE_INPUT_REQUEST=false") == b"2 of 4"
 
     asyncio.run(main())
 
