@@ -129,6 +129,24 @@ def write_safetensors(path: Path, state: dict[str, torch.Tensor]) -> None:
     path.write_bytes(len(text).to_bytes(8, "little") + text + numbers)
 
 
+class Fours(torch.nn.Module):
+    """Computes with four rows at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.layers(x.view(-1, 4, 8))
+        return found.view(-1, 8)
+
+
+@pytest.fixture
+def fours() -> type[torch.nn.Module]:
+    """The class of a model whose batch is a multiple of four."""
+    return Fours
+
+
 @pytest.fixture
 def measured_memory() -> None:
     """The memory of models is measured where they are packed."""

@@ -647,7 +647,7 @@ def test_a_worker_that_finishes_its_batch_while_the_pool_shrinks_ends_with_the_p
     asyncio.run(main())
 
 
-def test_a_worker_that_crashes_after_the_shrinking_of_its_pool_was_cancelled_answers_its_batch(
+def test_a_worker_that_crashes_after_a_cancelled_shrinking_answers_its_batch_and_is_forgotten(
     make_spec: Callable[..., LoadSpec], make_sink: Any, make_request: Any
 ) -> None:
     async def main() -> None:
@@ -660,23 +660,6 @@ def test_a_worker_that_crashes_after_the_shrinking_of_its_pool_was_cancelled_ans
             shrinking.cancel()
             os.kill(pid, signal.SIGKILL)
             assert isinstance(await waiting.outcome(), ExecutorDied)
-
-    asyncio.run(main())
-
-
-def test_a_worker_whose_shrinking_was_cancelled_is_forgotten_when_it_ends(
-    make_spec: Callable[..., LoadSpec], make_sink: Any, make_request: Any
-) -> None:
-    async def main() -> None:
-        async with pool_in_service(make_spec()) as pool:
-            waiting, pid = make_sink(), pool.statuses()[0].pid
-            waiting.submit(pool, [make_request("wait")])
-            await asyncio.sleep(0.2)  # it has begun
-            shrinking = asyncio.ensure_future(pool.resize(0))
-            await asyncio.sleep(0)
-            shrinking.cancel()
-            os.kill(pid, signal.SIGKILL)
-            await waiting.outcome()
             await until(lambda: not pool._leaving)
 
     asyncio.run(main())

@@ -93,23 +93,11 @@ def test_both_ways_are_compared_and_timed(tmp_path: Path, monkeypatch: pytest.Mo
     assert gain.drift < 1e-5
 
 
-class Fours(nn.Module):
-    """Computes with four rows at a time."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(8, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = self.layer(x.view(-1, 4, 8))
-        return found.view(-1, 8)
-
-
 def test_only_batches_that_the_signature_allows_are_timed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, fours: type[nn.Module], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(optimize_gain, "_BUDGET_S", 0.01)
-    file = saved(Fours(), tmp_path / "net.pt")
+    file = saved(fours(), tmp_path / "net.pt")
     gain = measured_gain(file, [(torch.rand(4, 8),)], batched=True, sizes=(4, 8))
     assert gain is not None
     assert gain.plain_ms.keys() == gain.optimized_ms.keys() == {4, 8}

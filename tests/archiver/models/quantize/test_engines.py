@@ -111,27 +111,15 @@ def test_a_file_that_is_no_torchscript_is_an_error_and_the_engine_is_put_back() 
     assert torch.backends.quantized.engine == before
 
 
-class Fours(torch.nn.Module):
-    """Computes with four rows at a time."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 8))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = self.layers(x.view(-1, 4, 8))
-        return found.view(-1, 8)
-
-
 @pytest.mark.parametrize("method", ["int8-dynamic", "int8-static"])
 def test_engines_run_only_batches_that_the_signature_allows(
-    method: str, monkeypatch: pytest.MonkeyPatch
+    method: str, fours: type[torch.nn.Module], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(candidates, "_BUDGET_S", 0.01)
     torch.manual_seed(0)
     samples = [(torch.rand(4, 8),) for _ in range(9)]
     rows = (TensorSpec("x", "FP32", (-1, 8), (Limit(0, multiple=4),)),)
-    model = LoadedModel(Fours().eval(), samples[0], Signature(rows, ()), Path("net.py"))
+    model = LoadedModel(fours().eval(), samples[0], Signature(rows, ()), Path("net.py"))
     made = quantise(model, method, samples, max_drift=1e-6)  # so that layers are ranked, too
     assert not any(one.failure for one in made.measured)
 

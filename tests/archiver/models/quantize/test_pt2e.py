@@ -142,24 +142,12 @@ def test_other_free_sizes_than_the_batch_stay_free() -> None:
         assert difference([((network(other),), (program.module()(other),))]).drift < 0.1
 
 
-class Fours(nn.Module):
-    """Computes with four rows at a time."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(8, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = self.layer(x.view(-1, 4, 8))
-        return found.view(-1, 8)
-
-
 @needs_torchao
 @pytest.mark.parametrize("method", ["int8-static", "int8-dynamic"])
-def test_a_batch_in_multiples_of_the_example_stays_free(method: str) -> None:
+def test_a_batch_in_multiples_of_the_example_stays_free(method: str, fours: type[nn.Module]) -> None:
     torch.manual_seed(0)
     spec = (TensorSpec("x", "FP32", (-1, 8), (Limit(0, multiple=4),)),)
-    model = LoadedModel(Fours().eval(), (torch.rand(4, 8),), Signature(spec, ()), Path("net.py"))
+    model = LoadedModel(fours().eval(), (torch.rand(4, 8),), Signature(spec, ()), Path("net.py"))
     made = quantise(model, method, [model.example], target="export")
     program = to_program(made.module, model.example, [FreeSize("batch", ((0, 0),), 1, 64, 4)])
     other = torch.rand(12, 8)
