@@ -29,6 +29,8 @@ OF_TOOLKITS = {
     "sagemaker_pytorch_serving_container.handler_service": "torchere.handlers.sagemaker:SageMakerHandler"
 }
 """Names of other servers' modules that manifests have; these handlers need a process of their own."""
+HOMES = {**BUILT_IN_HANDLERS, **CPP_HANDLERS, **OF_TOOLKITS}
+"""The class of each handler that needs no file, as `module:class`, by its name in manifests."""
 CPP_ADVICE = (
     "expected a class in a shared library, such as libmy_handler:MyHandler in libmy_handler.so, or "
     "TorchScriptHandler"

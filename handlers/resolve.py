@@ -22,7 +22,7 @@ from types import ModuleType
 from typing import Any
 
 from torchere.handlers.archive_import import ArchiveModules, archive_at, archive_of
-from torchere.handlers.built_in import BUILT_IN_HANDLERS, CPP_HANDLERS, ENVELOPES, NOT_SHIPPED, OF_TOOLKITS
+from torchere.handlers.built_in import BUILT_IN_HANDLERS, ENVELOPES, HOMES, NOT_SHIPPED, OF_TOOLKITS
 from torchere.handlers.context import Context
 from torchere.handlers.cpp import CppHandlerName, cpp_handler_name
 from torchere.handlers.errors import HandlerLoadError
@@ -378,7 +378,7 @@ def _built_in(name: str, handler: str, module_name: str, model_dir: str) -> type
             f"the handler {name!r} is not built in here: {NOT_SHIPPED[name]}; put a handler file of your own "
             "into the archive"
         )
-    home = BUILT_IN_HANDLERS.get(name) or CPP_HANDLERS.get(name) or OF_TOOLKITS.get(name)
+    home = HOMES.get(name)
     if home is None:
         raise HandlerLoadError(
             f"the handler {handler!r} is neither a file of the archive ({model_dir} holds no "

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 
 from torchere.archiver.errors import ModelRefused
-from torchere.archiver.models.convert.exported_program import free_sizes
 from torchere.archiver.models.convert.files import (
     Packed,
     can_be_kept,
     check_section,
     config_with,
+    default_sizes,
     keep,
     may_say,
     says_optimize,
@@ -225,7 +225,7 @@ class _Compilation:
             self.say(note)
         names = self.source.names_of_inputs(len(example))
         program = self.source.program
-        default = list(self.source.sizes) if program is None else free_sizes(program, example)
+        default = default_sizes(self.source, example)
         sizes = sizes_of(self.options, names, example, default)
         if sizes != default:
             program = None  # to be exported again

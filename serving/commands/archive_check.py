@@ -15,7 +15,7 @@ from typing import Any, Literal
 from torchere.archiver.errors import ArchiveError
 from torchere.archiver.manifest import Manifest
 from torchere.archiver.reader import Archive, open_archive
-from torchere.handlers.built_in import BUILT_IN_HANDLERS, CPP_ADVICE, CPP_HANDLERS, OF_TOOLKITS
+from torchere.handlers.built_in import BUILT_IN_HANDLERS, CPP_ADVICE, CPP_HANDLERS, HOMES
 from torchere.handlers.built_in import NOT_SHIPPED as HANDLERS_NOT_SHIPPED
 from torchere.handlers.cpp import CppHandlerName, cpp_handler_name, problem_of
 from torchere.handlers.ts_compat.alias import ALIASES, NOT_SHIPPED, names_of
@@ -120,7 +120,7 @@ def _handler(archive: Archive, default: str | None) -> Iterator[_Found]:
     if file := next((one for one in (path, f"{path}.py", f"{stem}.py") if one in files), None):
         yield "handler", "same", handler
         yield from _entry_point(archive, file, function or "handle")
-    elif name in BUILT_IN_HANDLERS or name in CPP_HANDLERS or name in OF_TOOLKITS:
+    elif name in HOMES:
         yield "handler", "same", f"{name}, built in"
         if name in BUILT_IN_HANDLERS:
             yield from _missing_weights(archive.manifest, files)
