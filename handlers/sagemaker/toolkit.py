@@ -194,7 +194,7 @@ def parse_accept(accept: str) -> list[str]:
 
 
 def retrieve_content_type_header(request_property: Mapping[str, Any]) -> Any:
-    """Return the first header whose name is `Content-Type` in one of its spellings; None if there is none."""
+    """Return the value of the request's first `Content-Type` header, in any spelling; None without one."""
     found = (name for name in request_property if re.match("[Cc]ontent-?[Tt]ype", name))
     name = next(found, None)
     return None if name is None else request_property[name]

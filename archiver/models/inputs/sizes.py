@@ -63,7 +63,7 @@ class FreeSize:
         return self.low <= size <= self.high and size % self.multiple == 0
 
     def smallest(self, least: int) -> int:
-        """Return the smallest allowed size from `least` on; if there is none, the smallest allowed size."""
+        """Return the smallest allowed size of at least `least`, or else the smallest allowed size."""
         sizes = [-(-low // self.multiple) * self.multiple for low in (max(self.low, least), self.low)]
         return next(filter(self.takes, sizes), sizes[-1])
 

@@ -440,7 +440,7 @@ def _sizes_in_archive(
 
 
 def source_with_example(source: Source, options: BuildOptions, say: Say) -> tuple[Source, Tensors | None]:
-    """Return the source with the inputs of the example, and the example, or None if there is none.
+    """Return the source with the names of the example's inputs, and the example (None without one).
 
     Args:
         source: the model; it may have an example of its own.

@@ -171,7 +171,7 @@ def large_layers(module: nn.Module) -> dict[str, nn.Linear | nn.Embedding]:
 
 
 def held_elsewhere(module: nn.Module, layers: Mapping[str, nn.Linear | nn.Embedding]) -> set[str]:
-    """Return the layers whose weight is also a parameter of a module that is none of them, by name.
+    """Return the names of the layers that share their weight with a module outside of `layers`.
 
     That module keeps the weight in fp32, so the 8-bit form would only make the file larger.
     """
