@@ -29,6 +29,7 @@ from torchere.archiver.models.convert.files import (
 from torchere.archiver.models.convert.optimize_gain import loaded, may_gain, measured_gain
 from torchere.archiver.models.convert.ranks import with_ranks
 from torchere.archiver.models.convert.torchscript import to_torchscript
+from torchere.archiver.models.fold.exported_layers import with_layers
 from torchere.archiver.models.fold.paddings import folded_paddings
 from torchere.archiver.models.fold.tracing import NotTraceable
 from torchere.archiver.models.inputs.buffers import unchanged_buffers
@@ -193,6 +194,11 @@ class _Job:
         return self.samples.tensors or [self.model.example]
 
     @functools.cached_property
+    def layered(self) -> LoadedModel:
+        """The model with layers, which quantisers change, in place of an exported program's operators."""
+        return replace(self.model, module=with_layers(self.model.module, self.model.example))
+
+    @functools.cached_property
     def timed(self) -> list[Tensors]:
         """The samples to time models with; see `with_other_sizes`."""
         return with_other_sizes(self.given, self.sizes, self.model.module)
@@ -245,9 +251,8 @@ class _Compilation:
             if self.options.verify:
                 trial = self._verified(job, trial, None)
         else:
-            trial = self._best(
-                job, methods_tried(model.module, method, str(self.options.model_format), samples.tensors)
-            )
+            target = str(self.options.model_format)
+            trial = self._best(job, methods_tried(job.layered.module, method, target, samples.tensors))
         self._tell_batch(trial.signature, lines if not signature.batched else ())
         self._accept(job, trial)
         config = config_with(self.options.config_file, trial.load, self.work)
@@ -368,7 +373,7 @@ class _Compilation:
         quantising = step(self.say, f"quantising ({method})", _NOT_QUANTISED)
         with quantising, unchanged_buffers(module), job.samples.named(module):
             made = quantise(
-                job.model,
+                job.layered,
                 method,
                 job.samples.tensors,
                 target=str(self.options.model_format),
@@ -463,13 +468,7 @@ class _Compilation:
             loads = (TorchScriptOptions(), trial.load)
             report = with_memory(trial.report, (job.file, trial.packed.file), loads, job.given[0])
         self.say(report.table())
-        warning = check_trial(
-            trial,
-            job.model.module,
-            str(self.options.model_format),
-            accept_drift=self.options.accept_drift,
-            accept_slower=self.options.accept_slower,
-        )
+        warning = check_trial(trial, job.layered.module, self.options)
         if warning:
             self.say(warning)
         path = trial.packed.beside / REPORT_NAME

@@ -24,13 +24,13 @@ Written by `python benchmarks/quantization.py --write-docs`; do not edit, but it
 
 | method | what it does | needs |
 | --- | --- | --- |
-| `int8-dynamic` | linear, LSTM, GRU layers, large embeddings: weights in 8 bits | the eager model |
+| `int8-dynamic` | linear, LSTM, GRU layers, large embeddings: weights in 8 bits | a model with layers |
 | `int8-static` | convolutions, linear layers: weights, activations in 8 bits | a traceable model; samples |
 | `int8` | both of these, the faster one that agrees; with `--format export` and `aoti` `int8-static` alone \
 | samples; without them `int8-dynamic` alone, with `torchscript` only |
 | `int8-trained` | takes a model as it is, and chooses the engine | QAT, or int8 TorchScript |
-| `int8-weight` | linear layers, embeddings: weights in 8 bits, products in bfloat16 | the eager model |
-| `int4-weight` | the same in 4 bits | the eager model; `--format export` or `aoti` |
+| `int8-weight` | linear layers, embeddings: weights in 8 bits, products in bfloat16 | a model with layers |
+| `int4-weight` | the same in 4 bits | a model with layers; `--format export` or `aoti` |
 | `bf16` | weights and sums in bfloat16, float32 in and out | the eager model, a processor that has it |
 | `auto` | tries what suits; packs the fastest that agrees, or fp32 | samples, for static int8 |
 
@@ -39,7 +39,9 @@ inputs like real requests (`--max-samples`, 100 files of a folder by default); a
 on values can't be traced, nor one that keeps state in a buffer or has hooks of its own. Pictures among the
 samples go through the handler's own decoding, cropping and normalising, as those of `--example` and of
 `torchere compare --data` do ([formats](formats.md#examples-and-sizes)). QAT is a model from
-`prepare_qat_fx` and training, or `convert_fx`. TorchScript of fp32 can't be quantised any more.
+`prepare_qat_fx` and training, or `convert_fx`. TorchScript of fp32 can't be quantised any more. An eager
+model has layers; an exported program gets its linear layers, convolutions, embeddings and batch
+normalisations back from its operators, but LSTM and GRU layers stay operators, in fp32.
 
 With `--format torchscript` (the default) int8 is by PyTorch's FX graph mode. Padding (`ZeroPad2d`,
 `F.pad`, layers that pad by themselves) and batch normalisation are folded into the convolutions first,

@@ -18,7 +18,7 @@ from torchere.archiver.models.steps import refusing
 from torchere.archiver.models.verify.compare import refuse_drift
 from torchere.archiver.models.verify.report import Report
 from torchere.archiver.quantization import AUTO, METHODS
-from torchere.archiver.request import AOTI, EXPORT, TORCHSCRIPT
+from torchere.archiver.request import AOTI, EXPORT, TORCHSCRIPT, BuildOptions
 from torchere.archiver.signature import Signature
 from torchere.archiver.torchscript_options import TorchScriptOptions
 
@@ -120,24 +120,21 @@ def _verdict(trial: Trial, is_chosen: bool) -> str:
     return "gains too little" if trial.speedup < LITTLE else "slower than what is packed"
 
 
-def check_trial(
-    trial: Trial, module: nn.Module, target: str, *, accept_drift: bool, accept_slower: bool
-) -> str:
+def check_trial(trial: Trial, module: nn.Module, options: BuildOptions) -> str:
     """Return a warning about the trial that is to be packed, or an empty text.
 
     Args:
         trial: with its report.
         module: the original model, to advise on.
-        target: the format of the packed model.
-        accept_drift: allow any drift.
-        accept_slower: allow a quantised model that is not faster than fp32.
+        options: the format of the packed model, and whether to accept any drift, or one that is not faster.
 
     Raises:
         ModelRefused: the drift is too large, or a quantised model is not faster than in fp32.
     """
     if trial.report is None:
         return ""
-    if not accept_drift:
+    target = str(options.model_format)
+    if not options.accept_drift:
         refuse_drift(trial.report, quantised=trial.quantised is not None)
     if trial.quantised is None:
         return _beside_eager(trial.report) if target == EXPORT else ""
@@ -148,7 +145,7 @@ def check_trial(
     helps = what_helps(module, trial.method, target)
     if speedup > 1:
         return f"{trial.method} gains little: {times}; {helps}"
-    if accept_slower:
+    if options.accept_slower:
         return f"warning: {trial.method} is not faster than fp32: {times}; {helps}"
     raise ModelRefused(
         f"{trial.method} is not faster than fp32 on this processor: {times}; {helps}; "

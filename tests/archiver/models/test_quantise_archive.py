@@ -173,3 +173,32 @@ def test_int8_is_compared_at_each_end_of_a_free_size(
     said = "when x_1 is 256: drift" in (refusal := capsys.readouterr().err)
     assert said is (kind == "sum")
     assert ("narrow --dynamic, calibrate with --samples of all its sizes" in refusal) is said
+
+
+@pytest.mark.parametrize(
+    ("method", "target"),
+    [
+        ("int8-static", "torchscript"),
+        ("int8-dynamic", "torchscript"),
+        ("int8-static", "export"),
+    ],
+)
+def test_an_exported_program_is_quantised_as_the_model_that_it_was_made_from(
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], method: str, target: str
+) -> None:
+    if target == "export":
+        pytest.importorskip("torchao", reason="torchao is not installed (extra quantize)")
+    scope: dict[str, Any] = {}
+    exec(MODEL, scope)
+    model = scope["Net"]().eval()
+    sizes = ({0: torch.export.Dim("batch", max=64)},)
+    program = torch.export.export(model, (torch.rand(2, 3, 12, 12),), dynamic_shapes=sizes)
+    torch.export.save(program, tmp_path / "net.pt2")
+    at = command.index("--model-file")
+    command[at : at + 2] = ["--serialized-file", "net.pt2"]
+    command[command.index("int8-static")] = method
+
+    assert main([*command, "--format", target]) == 0, capsys.readouterr().err
+
+    report = json.loads(open_archive(tmp_path / "net.mar").read_text("MAR-INF/report.json"))
+    assert 0 < report["difference"]["drift"] < 0.1

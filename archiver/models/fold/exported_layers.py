@@ -1,0 +1,215 @@
+"""Layers of `torch.nn` for the operators of an exported program.
+
+`torch.export` turns a layer into an operator that reads its weights: a linear layer becomes `aten.linear`.
+Quantisers and foldings look for layers, and for functions of Python rather than operators, so they would find
+nothing to change in such a program.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.nn import functional
+
+from torchere.archiver.models.fold.convolutions import free_name, is_alike, parameter_at
+from torchere.archiver.models.measure.difference import answers
+
+_ATEN = torch.ops.aten
+_CONVOLUTIONS = {
+    _ATEN.conv1d.default: nn.Conv1d,
+    _ATEN.conv1d.padding: nn.Conv1d,
+    _ATEN.conv2d.default: nn.Conv2d,
+    _ATEN.conv2d.padding: nn.Conv2d,
+    _ATEN.conv3d.default: nn.Conv3d,
+    _ATEN.conv3d.padding: nn.Conv3d,
+}
+_NORMALISATIONS = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}
+# Functions and methods that take the operator's arguments in its order.
+_FUNCTIONS: dict[Any, Callable[..., Any] | str] = {
+    _ATEN.add.Tensor: operator.add,
+    _ATEN.mul.Tensor: operator.mul,
+    _ATEN.cat.default: torch.cat,
+    _ATEN.relu.default: torch.relu,
+    _ATEN.clamp.default: torch.clamp,
+    _ATEN.elu.default: functional.elu,
+    _ATEN.hardtanh.default: functional.hardtanh,
+    _ATEN.hardswish.default: functional.hardswish,
+    _ATEN.leaky_relu.default: functional.leaky_relu,
+    _ATEN.max_pool1d.default: functional.max_pool1d,
+    _ATEN.max_pool2d.default: functional.max_pool2d,
+    _ATEN.avg_pool2d.default: functional.avg_pool2d,
+    _ATEN.adaptive_avg_pool1d.default: functional.adaptive_avg_pool1d,
+    _ATEN.adaptive_avg_pool2d.default: functional.adaptive_avg_pool2d,
+    _ATEN.adaptive_avg_pool3d.default: functional.adaptive_avg_pool3d,
+    _ATEN.mean.dim: torch.mean,
+    _ATEN.pad.default: functional.pad,
+    _ATEN.flatten.using_ints: torch.flatten,
+    _ATEN.permute.default: torch.permute,
+    _ATEN.transpose.int: torch.transpose,
+    _ATEN.unsqueeze.default: torch.unsqueeze,
+    _ATEN.squeeze.dim: torch.squeeze,
+    _ATEN.reshape.default: torch.reshape,
+    _ATEN.view.default: "view",
+}
+_IN_PLACE = {
+    _ATEN.add_.Tensor: _ATEN.add.Tensor,
+    _ATEN.relu_.default: _ATEN.relu.default,
+    _ATEN.hardtanh_.default: _ATEN.hardtanh.default,
+    _ATEN.hardswish_.default: _ATEN.hardswish.default,
+    _ATEN.leaky_relu_.default: _ATEN.leaky_relu.default,
+}
+
+
+def with_layers(module: nn.Module, example: tuple[torch.Tensor, ...]) -> nn.Module:
+    """Return the module of an exported program with layers in place of operators that read weights.
+
+    Linear layers, convolutions, embeddings and batch normalisations become layers again, under the names that
+    they had, with the same weights; activations, poolings and changes of shape become functions of torch.
+
+    Args:
+        module: of an exported program, without its guards; any other module is returned as it is, and so is
+            one whose layers would not compute the same. It is not modified.
+        example: arguments of the module.
+    """
+    if not isinstance(module, fx.GraphModule):
+        return module
+    copied = fx.Graph()
+    copied.output(copied.graph_copy(module.graph, {}))
+    copied.set_codegen(module.graph._codegen)
+    graph = fx.GraphModule(module, copied)
+    for node in list(graph.graph.nodes):
+        node.meta.pop("nn_module_stack", None)  # names layers that the program no longer has
+        if isinstance(node.target, torch._ops.OpOverload):
+            _change(graph, node)
+    graph.graph.eliminate_dead_code()
+    graph.recompile()
+    with torch.no_grad():
+        return graph if is_alike(answers(module, example), graph, example) else module
+
+
+def _change(graph: fx.GraphModule, node: fx.Node) -> None:
+    """Replace an operator by a layer, a function or its input; leave one that is unknown as it is."""
+    given = _arguments(node)
+    layer = _layer(graph, node, given)
+    if layer is not None:
+        name = _name(graph, node, layer)
+        source = given["input" if "input" in given else "indices"]
+        _replace(node, lambda: graph.graph.call_module(name, (source,)))
+        return
+    if node.target == _ATEN.dropout.default and given["train"] is False:
+        node.replace_all_uses_with(given["input"])
+        graph.graph.erase_node(node)
+        return
+    operation = node.target
+    if operation in _IN_PLACE and isinstance(node.args[0], fx.Node) and len(node.args[0].users) == 1:
+        operation = _IN_PLACE[operation]
+    function = _FUNCTIONS.get(operation)
+    if isinstance(function, str):
+        _replace(node, lambda: graph.graph.call_method(str(function), node.args))
+    elif function is not None and not node.kwargs:  # `alpha` of a sum, the type of a mean
+        _replace(node, lambda: graph.graph.call_function(function, node.args))
+
+
+def _arguments(node: fx.Node) -> dict[str, Any]:
+    """Return the arguments of the operator by name, defaults included."""
+    named: Any = node.target
+    defaults = {one.name: one.default_value for one in named._schema.arguments}
+    return {**defaults, **dict(zip(defaults, node.args, strict=False)), **node.kwargs}
+
+
+def _replace(node: fx.Node, make: Callable[[], fx.Node]) -> None:
+    with node.graph.inserting_before(node):
+        made = make()
+    made.meta = dict(node.meta)
+    node.replace_all_uses_with(made)
+    node.graph.erase_node(node)
+
+
+def _layer(graph: fx.GraphModule, node: fx.Node, given: dict[str, Any]) -> nn.Module | None:
+    """Make the layer of the operator; None: it reads no weights of the program, or its settings vary."""
+    held = {name: parameter_at(graph, value) for name, value in given.items()}
+    weight, bias = held.get("weight"), held.get("bias")
+    settings: list[fx.Node] = []
+    fx.node.map_arg([given[name] for name in given if name not in _TENSORS], settings.append)
+    lacks_bias = given.get("bias") is not None and bias is None
+    if not isinstance(weight, torch.Tensor) or lacks_bias or settings:
+        return None
+    layer: nn.Module | None = None
+    if node.target == _ATEN.linear.default:
+        layer = nn.Linear(weight.shape[1], weight.shape[0], bias is not None, device="meta")
+    elif node.target in _CONVOLUTIONS:
+        layer = _convolution(_CONVOLUTIONS[node.target], weight, bias, given)
+    elif node.target == _ATEN.embedding.default and not given["scale_grad_by_freq"] and not given["sparse"]:
+        layer = nn.Embedding(weight.shape[0], weight.shape[1], device="meta")
+    elif node.target == _ATEN.batch_norm.default and not given["training"]:
+        layer = _normalisation(node, weight, held, given["eps"])
+    if layer is None:
+        return None
+    for name, tensor in (("weight", weight), ("bias", bias)):
+        if tensor is not None:
+            setattr(layer, name, _parameter(tensor))
+    return layer.eval()
+
+
+_TENSORS = {"input", "indices", "weight", "bias", "running_mean", "running_var"}
+
+
+def _parameter(tensor: torch.Tensor) -> nn.Parameter:
+    return tensor if isinstance(tensor, nn.Parameter) else nn.Parameter(tensor, requires_grad=False)
+
+
+def _convolution(
+    kind: Callable[..., nn.Module], weight: torch.Tensor, bias: Any, given: dict[str, Any]
+) -> nn.Module:
+    dimensions = weight.dim() - 2
+    settings = {
+        name: tuple(value) * (dimensions if len(value) == 1 else 1) if isinstance(value, list) else value
+        for name, value in ((name, given[name]) for name in ("stride", "padding", "dilation"))
+    }
+    return kind(
+        weight.shape[1] * given["groups"],
+        weight.shape[0],
+        tuple(weight.shape[2:]),
+        **settings,
+        groups=given["groups"],
+        bias=bias is not None,
+        device="meta",
+    )
+
+
+def _normalisation(node: fx.Node, weight: torch.Tensor, held: dict[str, Any], eps: float) -> nn.Module | None:
+    value = node.meta.get("val")
+    kind = _NORMALISATIONS.get(value.dim()) if isinstance(value, torch.Tensor) else None
+    statistics = {name: held[name] for name in ("running_mean", "running_var")}
+    if kind is None or None in statistics.values() or held["bias"] is None:
+        return None
+    layer = kind(weight.shape[0], eps=eps, device="meta")
+    layer.num_batches_tracked = torch.zeros((), dtype=torch.long)  # not on the device of the others, "meta"
+    for name, tensor in statistics.items():
+        setattr(layer, name, tensor)
+    return layer
+
+
+def _name(graph: fx.GraphModule, node: fx.Node, layer: nn.Module) -> str:
+    """Add the layer to the graph, under its name in the model if nothing else is there; return its name."""
+    weight: Any = next(one for one in node.all_input_nodes if parameter_at(graph, one) is layer.weight)
+    owner, _, _ = str(weight.target).rpartition(".")
+    found = graph.get_submodule(owner)
+    if type(found) is type(layer) and _is_same(found, layer):
+        return owner  # of an earlier call
+    if owner and type(found) is nn.Module and found.state_dict().keys() <= layer.state_dict().keys():
+        graph.set_submodule(owner, layer)
+        return owner
+    name = free_name(graph, f"{node.name}_layer")
+    graph.add_submodule(name, layer)
+    return name
+
+
+def _is_same(found: nn.Module, layer: nn.Module) -> bool:
+    ours, theirs = layer.state_dict(keep_vars=True), found.state_dict(keep_vars=True)
+    alike = ours.keys() == theirs.keys() and all(theirs[name] is tensor for name, tensor in ours.items())
+    return alike and found.extra_repr() == layer.extra_repr()

@@ -1,0 +1,194 @@
+"""The operators of an exported program become layers again, and all that changes layers finds them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from torchere.archiver.models.fold.convolutions import fold
+from torchere.archiver.models.fold.exported_layers import with_layers
+from torchere.archiver.models.load.exported_program import unguarded_module
+from torchere.archiver.models.measure.difference import answers, difference
+from torchere.archiver.models.quantize.candidates import quiet
+from torchere.archiver.models.quantize.dynamic import dynamic
+from torchere.archiver.models.quantize.static import calibrate
+
+# torch's own modules of programs warn of torch when they are copied.
+pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")
+Tensors = tuple[torch.Tensor, ...]
+
+
+class Residual(nn.Module):
+    """Convolutions with normalisations, activations in place, a sum, a pooling and a linear layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(
+            nn.Conv2d(3, 8, 3, stride=2, padding="valid"), nn.BatchNorm2d(8), nn.ReLU6()
+        )
+        self.body = nn.Sequential(
+            nn.Conv2d(8, 8, 3, padding=1, groups=8, bias=False), nn.BatchNorm2d(8), nn.ReLU(inplace=True)
+        )
+        self.dropout, self.head = nn.Dropout(0.5), nn.Linear(16, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = functional.max_pool2d(self.stem(x), 2)
+        x = torch.cat([x, functional.relu(x + self.body(x))], 1)
+        out: torch.Tensor = self.head(self.dropout(functional.adaptive_avg_pool2d(x, 1).flatten(1)))
+        return out
+
+
+class Sound(nn.Module):
+    """One-dimensional convolutions, padded by themselves and dilated, and a normalisation of rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv1d(2, 8, 3, padding="same", dilation=2)
+        self.norm, self.head = nn.BatchNorm1d(8), nn.Linear(8, 3)
+        self.rows = nn.BatchNorm1d(3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.rows(self.head(self.norm(self.first(x)).relu().mean(-1)))
+        return out
+
+
+class Words(nn.Module):
+    """An embedding, torch's encoder, and a head that multiplies by the embedding's weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(30, 16)
+        layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.encoder(self.embedding(ids)) @ self.embedding.weight.t()
+        return out
+
+
+class Twice(nn.Module):
+    """Calls a layer twice, and another one's weights as a function of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared, self.other = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.shared(torch.tanh(self.shared(x)))
+        return functional.linear(x, self.other.weight) + functional.linear(x, self.other.weight, x[0])
+
+
+def exported(model: nn.Module, example: Tensors) -> Any:
+    """The module of the model's exported program for any batch, as the archiver reads it."""
+    torch.manual_seed(0)
+    for layer in model.eval().modules():
+        if isinstance(layer, (nn.BatchNorm1d, nn.BatchNorm2d)):
+            layer.running_mean = torch.randn(layer.num_features)
+            layer.running_var = torch.rand(layer.num_features) + 0.5
+    sizes = tuple({0: torch.export.Dim("batch", max=64)} for _ in example)
+    return unguarded_module(torch.export.export(model, example, dynamic_shapes=sizes))
+
+
+def kinds(module: nn.Module) -> dict[str, type]:
+    return {name: type(layer) for name, layer in module.named_modules() if not list(layer.children())}
+
+
+CASES = {
+    "pictures": (Residual(), (torch.rand(2, 3, 17, 17),)),
+    "sound": (Sound(), (torch.rand(2, 2, 12),)),
+    "words": (Words(), (torch.randint(0, 30, (2, 5)),)),
+    "twice": (Twice(), (torch.rand(2, 4),)),
+}
+
+
+@pytest.mark.parametrize(("model", "example"), CASES.values(), ids=CASES)
+def test_the_layers_answer_as_the_program_for_any_batch(model: nn.Module, example: Tensors) -> None:
+    program = exported(model, example)
+    code = program.code
+    layered = with_layers(program, example)
+    assert layered is not program
+    assert program.code == code
+    # A bias that is computed is no weight of a layer.
+    assert reading_weights(layered) == ({"aten.linear.default"} if isinstance(model, Twice) else set())
+    many = tuple(tensor.repeat(3, *[1] * (tensor.dim() - 1)) for tensor in example)
+    with torch.no_grad():
+        assert difference([(answers(model, many), answers(layered, many))]).drift < 1e-5
+
+
+def reading_weights(module: Any) -> set[str]:
+    """The convolutions and linear layers that are operators of the module's graph."""
+    return {
+        str(one.target) for one in module.graph.nodes if str(one.target).startswith(("aten.conv", "aten.lin"))
+    }
+
+
+def test_layers_have_the_names_and_the_weights_of_the_model() -> None:
+    model = Residual()
+    program = exported(model, CASES["pictures"][1])
+    layered: Any = with_layers(program, CASES["pictures"][1])
+    assert kinds(layered) == {
+        "stem.0": nn.Conv2d,
+        "stem.1": nn.BatchNorm2d,
+        "body.0": nn.Conv2d,
+        "body.1": nn.BatchNorm2d,
+        "head": nn.Linear,
+    }
+    assert layered.head.weight is program.head.weight
+    folded = fold(layered, CASES["pictures"][1])
+    assert folded.normalisations == 2
+
+
+def test_a_layer_that_is_called_twice_is_one_layer() -> None:
+    model, example = CASES["twice"]
+    layered: Any = with_layers(exported(model, example), example)
+    called = [str(node.target) for node in layered.graph.find_nodes(op="call_module")]
+    assert called[:2] == ["shared", "shared"]
+    assert called[2] != "other"  # which has a bias, and was called without it
+
+
+@pytest.mark.parametrize(("case", "layers"), [("pictures", 3), ("sound", 2)])
+def test_static_int8_changes_the_layers_of_an_exported_program(case: str, layers: int) -> None:
+    model, example = CASES[case]
+    with quiet(), torch.no_grad():
+        made = calibrate(with_layers(exported(model, example), example), [example])
+        assert made.layers == layers
+        assert difference([(answers(model, example), answers(made.convert(), example))]).drift < 0.1
+
+
+def test_dynamic_int8_changes_the_layers_of_an_exported_program() -> None:
+    model, example = CASES["words"]
+    with quiet(), torch.no_grad():
+        made, layers = dynamic(with_layers(exported(model, example), example))
+        assert layers == 4  # both projections of the attention, and two behind it
+        assert difference([(answers(model, example), answers(made, example))]).drift < 0.1
+
+
+class Counting(nn.Module):
+    """Counts its calls, so two runs differ."""
+
+    calls: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, 4)
+        self.register_buffer("calls", torch.zeros(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        out: torch.Tensor = self.head(x) + self.calls
+        return out
+
+
+def test_a_module_whose_layers_would_answer_otherwise_is_returned_as_it_is() -> None:
+    example = (torch.rand(2, 4),)
+    program = exported(Counting(), example)
+    assert with_layers(program, example) is program
+
+
+def test_a_model_with_layers_is_returned_as_it_is() -> None:
+    model = Residual()
+    assert with_layers(model, CASES["pictures"][1]) is model
