@@ -16,9 +16,9 @@ import shutil
 import sys
 import sysconfig
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -233,19 +233,28 @@ def traceable_lengths(module: torch.nn.Module) -> Iterator[None]:
     `int(batch_sizes[0])` in torch's int8 layers for packed sequences stays a tensor. Not thread-safe.
     """
     places = {id(found): found for part in module.modules() for found in _globals_of(type(part))}
-    changed = [(place, "len", _length) for place in places.values() if "len" not in place]
-    if _INT8_RECURRENT in sys.modules:  # otherwise the model has no such layer
-        changed.append((vars(sys.modules[_INT8_RECURRENT]), "int", lambda value: value))
-    for place, name, stand_in in changed:
-        place[name] = stand_in
-    try:
+    with ExitStack() as undo:
+        for place in places.values():
+            if "len" not in place:
+                place["len"] = _length
+                undo.callback(place.pop, "len")
+        if _INT8_RECURRENT in sys.modules:  # otherwise the model has no such layer
+            for kind in (sys.modules[_INT8_RECURRENT].LSTM, sys.modules[_INT8_RECURRENT].GRU):
+                undo.callback(setattr, kind, "forward_packed", kind.forward_packed)
+                kind.forward_packed = _keeping_sizes(kind.forward_packed)
         yield
-    finally:
-        for place, name, _ in changed:
-            del place[name]
 
 
 _INT8_RECURRENT = "torch.ao.nn.quantized.dynamic.modules.rnn"
+
+
+def _keeping_sizes(function: FunctionType) -> FunctionType:
+    """Return the function with an `int` of its own, which returns its argument.
+
+    The module's other functions keep `int`: torch's compiler, which the tracer calls, reads it as a type.
+    """
+    names = {**function.__globals__, "int": lambda value: value}
+    return FunctionType(function.__code__, names, function.__name__, function.__defaults__)
 
 
 def _globals_of(kind: type) -> Iterator[dict[str, Any]]:
