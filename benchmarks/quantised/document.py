@@ -40,8 +40,8 @@ on values can't be traced, nor one that keeps state in a buffer or has hooks of 
 samples go through the handler's own decoding, cropping and normalising, as those of `--example` and of
 `torchere compare --data` do ([formats](formats.md#examples-and-sizes)). QAT is a model from
 `prepare_qat_fx` and training, or `convert_fx`. TorchScript of fp32 can't be quantised any more. An eager
-model has layers; an exported program gets its linear layers, convolutions, embeddings and batch
-normalisations back from its operators, but LSTM and GRU layers stay operators, in fp32.
+model has layers; an exported program gets its linear layers, convolutions, embeddings, LSTM, GRU and batch
+normalisations back from its operators.
 
 With `--format torchscript` (the default) int8 is by PyTorch's FX graph mode. Padding (`ZeroPad2d`,
 `F.pad`, layers that pad by themselves) and batch normalisation are folded into the convolutions first,

@@ -27,13 +27,14 @@ _CONVOLUTIONS = {
     _ATEN.conv3d.default: nn.Conv3d,
     _ATEN.conv3d.padding: nn.Conv3d,
 }
+_RECURRENT: dict[Any, type[nn.LSTM | nn.GRU]] = {_ATEN.lstm.input: nn.LSTM, _ATEN.gru.input: nn.GRU}
 _NORMALISATIONS = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}
 # Functions and methods that take the operator's arguments in its order.
 _FUNCTIONS: dict[Any, Callable[..., Any] | str] = {
     _ATEN.add.Tensor: operator.add,
     _ATEN.mul.Tensor: operator.mul,
     _ATEN.cat.default: torch.cat,
-    _ATEN.relu.default: torch.relu,
+    _ATEN.relu.default: functional.relu,  # which torch fuses with the layer before it, unlike torch.relu
     _ATEN.clamp.default: torch.clamp,
     _ATEN.elu.default: functional.elu,
     _ATEN.hardtanh.default: functional.hardtanh,
@@ -67,8 +68,9 @@ _IN_PLACE = {
 def with_layers(module: nn.Module, example: tuple[torch.Tensor, ...]) -> nn.Module:
     """Return the module of an exported program with layers in place of operators that read weights.
 
-    Linear layers, convolutions, embeddings and batch normalisations become layers again, under the names that
-    they had, with the same weights; activations, poolings and changes of shape become functions of torch.
+    Linear layers, convolutions, embeddings, LSTM, GRU and batch normalisations become layers again, under the
+    names that they had, with the same weights; activations, poolings and changes of shape become functions of
+    torch.
 
     Args:
         module: of an exported program, without its guards; any other module is returned as it is, and so is
@@ -99,6 +101,9 @@ def _change(graph: fx.GraphModule, node: fx.Node) -> None:
         name = _name(graph, node, layer)
         source = given["input" if "input" in given else "indices"]
         _replace(node, lambda: graph.graph.call_module(name, (source,)))
+        return
+    if node.target in _RECURRENT:
+        _change_recurrent(graph, node, given)
         return
     if node.target == _ATEN.dropout.default and given["train"] is False:
         node.replace_all_uses_with(given["input"])
@@ -194,9 +199,46 @@ def _normalisation(node: fx.Node, weight: torch.Tensor, held: dict[str, Any], ep
     return layer
 
 
+def _change_recurrent(graph: fx.GraphModule, node: fx.Node, given: dict[str, Any]) -> None:
+    """Replace the operator of an LSTM or GRU, whose readers each take one tensor of its result."""
+    weights = [parameter_at(graph, one) for one in given["params"]]
+    is_lstm = node.target == _ATEN.lstm.input
+    states = tuple(given["hx"]) if is_lstm else (given["hx"],)
+    begins_with_zeros = all(one.target == _ATEN.zeros.default for one in states)
+    layers = given["num_layers"] * (2 if given["bidirectional"] else 1)
+    plain = len(weights) == layers * (4 if given["has_biases"] else 2)  # projections have more
+    if not plain or any(one is None for one in weights):
+        return
+    layer: Any = _RECURRENT[node.target](
+        weights[0].shape[1],
+        weights[1].shape[1],
+        given["num_layers"],
+        bias=given["has_biases"],
+        batch_first=given["batch_first"],
+        bidirectional=given["bidirectional"],
+        device="meta",
+    )
+    for name, tensor in zip(layer._flat_weights_names, weights, strict=True):
+        setattr(layer, name, _parameter(tensor))
+    name = _name(graph, node, layer.eval())
+    with graph.graph.inserting_before(node):
+        begin = () if begins_with_zeros else (states if is_lstm else states[0],)
+        made = graph.graph.call_module(name, (given["input"], *begin))
+        last = graph.graph.call_function(operator.getitem, (made, 1))
+    for reader in list(node.users):
+        place: Any = reader.args[1]
+        with graph.graph.inserting_before(reader):
+            source, key = (last, place - 1) if is_lstm and place else (made, place)
+            taken = graph.graph.call_function(operator.getitem, (source, key))
+        reader.replace_all_uses_with(taken)
+        graph.graph.erase_node(reader)
+    graph.graph.erase_node(node)
+
+
 def _name(graph: fx.GraphModule, node: fx.Node, layer: nn.Module) -> str:
     """Add the layer to the graph, under its name in the model if nothing else is there; return its name."""
-    weight: Any = next(one for one in node.all_input_nodes if parameter_at(graph, one) is layer.weight)
+    first = next(layer.parameters())
+    weight: Any = next(one for one in node.all_input_nodes if parameter_at(graph, one) is first)
     owner, _, _ = str(weight.target).rpartition(".")
     found = graph.get_submodule(owner)
     if type(found) is type(layer) and _is_same(found, layer):

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from torchere.archiver.models.convert.torchscript import to_torchscript
 from torchere.archiver.models.fold.convolutions import fold
 from torchere.archiver.models.fold.exported_layers import with_layers
 from torchere.archiver.models.load.exported_program import unguarded_module
@@ -17,8 +18,11 @@ from torchere.archiver.models.quantize.candidates import quiet
 from torchere.archiver.models.quantize.dynamic import dynamic
 from torchere.archiver.models.quantize.static import calibrate
 
-# torch's own modules of programs warn of torch when they are copied.
-pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")
+# torch warns of its own modules: of programs when they are copied, of recurrent layers when exported.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:The tensor attributes .*_flat_weights:UserWarning"),
+]
 Tensors = tuple[torch.Tensor, ...]
 
 
@@ -82,6 +86,23 @@ class Twice(nn.Module):
         return functional.linear(x, self.other.weight) + functional.linear(x, self.other.weight, x[0])
 
 
+class Recurrent(nn.Module):
+    """Reads the output of a recurrent layer, or its last state, from zeros or from a state of its own."""
+
+    def __init__(self, kind: Any, reads: str, begins: bool = False, **settings: Any) -> None:
+        super().__init__()
+        self.layer, self.reads, self.begins = kind(8, 16, batch_first=True, **settings), reads, begins
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        state = x.new_ones(self.layer.num_layers * (1 + self.layer.bidirectional), x.shape[0], 16)
+        is_lstm = isinstance(self.layer, nn.LSTM)
+        begin = ((state, 2 * state) if is_lstm else state) if self.begins else None
+        out, last = self.layer(x, begin)
+        states = last if is_lstm else (last, last)
+        found: torch.Tensor = {"output": out, "state": states[0], "cell": states[1]}[self.reads]
+        return found
+
+
 def exported(model: nn.Module, example: Tensors) -> Any:
     """The module of the model's exported program for any batch, as the archiver reads it."""
     torch.manual_seed(0)
@@ -102,6 +123,10 @@ CASES = {
     "sound": (Sound(), (torch.rand(2, 2, 12),)),
     "words": (Words(), (torch.randint(0, 30, (2, 5)),)),
     "twice": (Twice(), (torch.rand(2, 4),)),
+    "LSTM": (Recurrent(nn.LSTM, "output"), (torch.rand(2, 5, 8),)),
+    "LSTM's cell": (Recurrent(nn.LSTM, "cell", begins=True, num_layers=2), (torch.rand(2, 5, 8),)),
+    "GRU": (Recurrent(nn.GRU, "output", bidirectional=True), (torch.rand(2, 5, 8),)),
+    "GRU's state": (Recurrent(nn.GRU, "state", begins=True, bias=False), (torch.rand(2, 5, 8),)),
 }
 
 
@@ -120,10 +145,9 @@ def test_the_layers_answer_as_the_program_for_any_batch(model: nn.Module, exampl
 
 
 def reading_weights(module: Any) -> set[str]:
-    """The convolutions and linear layers that are operators of the module's graph."""
-    return {
-        str(one.target) for one in module.graph.nodes if str(one.target).startswith(("aten.conv", "aten.lin"))
-    }
+    """The convolutions, linear and recurrent layers that are operators of the module's graph."""
+    kinds = ("aten.conv", "aten.linear", "aten.lstm", "aten.gru")
+    return {str(one.target) for one in module.graph.nodes if str(one.target).startswith(kinds)}
 
 
 def test_layers_have_the_names_and_the_weights_of_the_model() -> None:
@@ -165,6 +189,16 @@ def test_dynamic_int8_changes_the_layers_of_an_exported_program() -> None:
         made, layers = dynamic(with_layers(exported(model, example), example))
         assert layers == 4  # both projections of the attention, and two behind it
         assert difference([(answers(model, example), answers(made, example))]).drift < 0.1
+
+
+@pytest.mark.parametrize("case", ["LSTM", "GRU"])
+def test_dynamic_int8_changes_recurrent_layers_of_an_exported_program(case: str) -> None:
+    model, example = CASES[case]
+    with quiet(), torch.no_grad():
+        made, layers = dynamic(with_layers(exported(model, example), example))
+        assert layers == 1
+        script = to_torchscript(made, example, only_trace=True)
+        assert 0 < difference([(answers(model, example), answers(script, example))]).drift < 0.1
 
 
 class Counting(nn.Module):
