@@ -102,6 +102,19 @@ _KEPT_IN_FP32: tuple[Any, ...] = (
     "tanh",
     "matmul",
 )
+# torch quantises these, or fuses them with the layer before, only in the second spelling.
+_SPELLINGS: dict[Any, Any] = {
+    torch.relu: functional.relu,
+    torch.relu_: functional.relu,
+    torch.max_pool1d: functional.max_pool1d,
+    torch.max_pool2d: functional.max_pool2d,
+    "relu": functional.relu,
+    "relu_": functional.relu,
+    "add": operator.add,
+    "add_": operator.add,
+    "mul": operator.mul,
+    "mul_": operator.mul,
+}
 
 
 @dataclass(frozen=True)
@@ -156,6 +169,7 @@ def calibrate(
     kept |= _wrap_unsupported(folded.module)
     _fix_dtypes(folded.module, samples[0])
     _call_prelu(folded.module)
+    _spell_alike(folded.module)
     clipped = clipped_by_format(folded.module, kept)
     mapping = _configuration(folded.module, clipped)
     for name in (*kept, *_clips_behind(folded.module, kept)):
@@ -242,6 +256,19 @@ def _call_prelu(graph: fx.GraphModule) -> None:
         with graph.graph.inserting_before(node):
             slopes = graph.graph.get_attr(f"{node.target}.weight")
             called = graph.graph.call_function(functional.prelu, (node.args[0], slopes))
+        node.replace_all_uses_with(called)
+        graph.graph.erase_node(node)
+    graph.recompile()
+
+
+def _spell_alike(graph: fx.GraphModule) -> None:
+    """Replace calls by those that torch quantises; changes in place are gone from a traced graph's results."""
+    for node in list(graph.graph.nodes):
+        is_call = node.op in ("call_function", "call_method")
+        if not is_call or node.target not in _SPELLINGS or (node.kwargs and not callable(node.target)):
+            continue  # the keyword of a method is `alpha`
+        with graph.graph.inserting_before(node):
+            called = graph.graph.call_function(_SPELLINGS[node.target], node.args, node.kwargs)
         node.replace_all_uses_with(called)
         graph.graph.erase_node(node)
     graph.recompile()

@@ -367,3 +367,51 @@ def check_static(net: nn.Module, least: int) -> None:
         found, wanted = made.convert()(*samples[0]), net(*samples[0])
     assert made.layers >= least
     assert (found - wanted).abs().max() < 0.08 * wanted.abs().max()
+
+
+class Spelled(nn.Module):
+    """An operation of one kind between convolutions, by one of its names."""
+
+    def __init__(self, operation: Callable[..., torch.Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.one, self.other, self.last = (nn.Conv2d(width, 8, 3) for width in (3, 3, 8))
+        self.operation = operation
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scores: torch.Tensor = self.last(self.operation(self.one(x), self.other(x)))
+        return scores
+
+
+SPELLINGS: dict[str, tuple[Callable[..., torch.Tensor], str]] = {
+    "torch.relu": (lambda x, _: torch.relu(x), "ConvReLU2d"),
+    "relu": (lambda x, _: x.relu(), "ConvReLU2d"),
+    "relu_": (lambda x, _: x.relu_(), "ConvReLU2d"),
+    "add": (lambda x, y: x.add(y), "quantized.add"),
+    "add_ and relu": (lambda x, y: x.add_(y).relu(), "quantized.add_relu"),
+    "mul": (lambda x, y: x.mul(y), "quantized.mul"),
+    "torch.max_pool2d": (lambda x, _: torch.max_pool2d(x, kernel_size=2), "boolean_dispatch"),
+}
+
+
+@needs_engine
+@pytest.mark.parametrize(("operation", "named"), SPELLINGS.values(), ids=SPELLINGS)
+def test_an_operation_is_int8_by_each_of_its_names(
+    operation: Callable[..., torch.Tensor], named: str
+) -> None:
+    model, samples = Spelled(operation).eval(), [(torch.rand(2, 3, 12, 12),)]
+    with quiet(), torch.no_grad():
+        made = calibrate(model, samples).convert()
+        assert difference([(model(*samples[0]), made(*samples[0]))]).drift < 0.1
+    nodes = [str(node.target) for node in made.graph.nodes]
+    layers = [type(layer).__name__ for layer in made.children()]
+    assert any(named in name for name in nodes + layers)
+    assert sum("dequantize" in name for name in nodes) == 1  # of the answer
+
+
+@needs_engine
+def test_a_sum_with_a_factor_stays_as_it_is() -> None:
+    model, samples = Spelled(lambda x, y: x.add(y, alpha=2)).eval(), [(torch.rand(2, 3, 12, 12),)]
+    with quiet(), torch.no_grad():
+        made = calibrate(model, samples).convert()
+        assert difference([(model(*samples[0]), made(*samples[0]))]).drift < 0.1
