@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import io
 import platform
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,9 +17,13 @@ from torchere.archiver.errors import ModelRefused
 from torchere.archiver.models.convert.exported_program import refuse_attributes
 from torchere.archiver.models.convert.torchscript import to_torchscript
 from torchere.archiver.models.fold.attention import Opened, open_attention
+from torchere.archiver.models.fold.convolutions import is_alike
+from torchere.archiver.models.fold.exported_layers import with_layers
 from torchere.archiver.models.fold.parametrizations import copied, without_parametrizations
+from torchere.archiver.models.fold.tracing import NotTraceable, traced
 from torchere.archiver.models.inputs.run import DATATYPES, LoadedModel, copies
 from torchere.archiver.models.inputs.sizes import FreeSize
+from torchere.archiver.models.load.exported_program import unguarded_module
 from torchere.archiver.models.load.torchscript import load_script
 from torchere.archiver.models.load.weight_only import (
     held_elsewhere,
@@ -26,6 +32,7 @@ from torchere.archiver.models.load.weight_only import (
     weight_only,
 )
 from torchere.archiver.models.measure.cost import Samples, fewer_threads_when_busy
+from torchere.archiver.models.measure.difference import answers
 from torchere.archiver.models.quantize.candidates import (
     Candidate,
     Compile,
@@ -35,9 +42,9 @@ from torchere.archiver.models.quantize.candidates import (
     quiet,
     some_of,
 )
-from torchere.archiver.models.quantize.pt2e import check_torchao, quantised_program
+from torchere.archiver.models.quantize.pt2e import check_torchao, exported, quantised_program
 from torchere.archiver.models.quantize.reads import KEPT_AS_READ, read_elsewhere
-from torchere.archiver.models.steps import Say, refusing, silent
+from torchere.archiver.models.steps import Say, errors_only, refusing, silent
 from torchere.archiver.quantization import AUTO, INT8_DRIFT, METHODS
 
 _FLOAT32_IN_IT = (
@@ -115,6 +122,8 @@ def quantise(
             judged = some_of(model, list(samples) or [model.example])
             # A model that was trained for int8 keeps the layers that it was trained with.
             opened = Opened(model.module, 0) if method == "int8-trained" else _plain(model)
+            if method == "int8-static":
+                opened = replace(opened, module=_traceable(opened.module, model, say))
             maker = Maker(model, opened, samples, compiled, judged, max_drift, say, timed)
             return _by_engine(maker, method)
     if method == "int8-trained":
@@ -234,6 +243,34 @@ def _check_weights(module: nn.Module, method: str) -> None:
 def _plain(model: LoadedModel) -> Opened:
     """Return the model with layers and weights that quantisers find."""
     return open_attention(without_parametrizations(model.module), model.example)
+
+
+_SHAPES = "torch.fx.experimental.symbolic_shapes"
+
+
+def _traceable(module: nn.Module, model: LoadedModel, say: Say) -> nn.Module:
+    """Return the module if it can be traced, or else its exported program with layers if that can be.
+
+    torch.export keeps a loop over chunks of a tensor or a branch on its size, at which tracing fails.
+    """
+    try:
+        traced(copy.deepcopy(module), model.example)
+    except NotTraceable as refusal:
+        try:
+            # torch prints the graph up to the point at which it fails.
+            with errors_only(_SHAPES), contextlib.redirect_stderr(io.StringIO()):
+                program = exported(module, model.example, model.signature.inputs)
+            layered = with_layers(unguarded_module(program), model.example)
+            graph = traced(copy.deepcopy(layered), model.example)
+        # Broad: torch.export runs the model's own code. `calibrate` raises the refusal.
+        except Exception:
+            return module
+        with torch.no_grad():
+            if not is_alike(answers(module, model.example), graph, model.example):
+                return module
+        say(f"{refusal.reason}: its exported program is quantised")
+        return layered
+    return module
 
 
 def _by_engine(maker: Maker, method: str) -> Quantised:

@@ -62,7 +62,7 @@ def quantised_program(
     refuse_fixed_layers(module)
     with quiet_torchao():
         pt2e, quantizers = _torchao()
-        graph = _exported(_folded(module, samples[0]), samples[0], inputs)
+        graph: fx.GraphModule = exported(_folded(module, samples[0]), samples[0], inputs).module()
         _keep_normalisations(graph)
         _keep_sums(graph)
         _keep_inputs(graph)
@@ -76,7 +76,7 @@ def quantised_program(
         with torch.no_grad():
             given = samples[:1] if dynamic else samples
             if any(limit.multiple > 1 for spec in inputs for limit in spec.limits):
-                # The guards of the exported graph refuse a size of one multiple, as `_exported` doubles it.
+                # The guards of the exported graph refuse a size of one multiple, as `exported` doubles it.
                 given = [tuple(map(without_ones, sample, inputs)) for sample in given]
             for sample in counted(given, len(given), "samples calibrated on", say):
                 answers(prepared, sample)
@@ -199,16 +199,15 @@ def _forget_unused(graph: fx.GraphModule) -> None:
         delattr(graph.get_submodule(owner), own)
 
 
-def _exported(
+def exported(
     module: nn.Module, sample: tuple[torch.Tensor, ...], inputs: Sequence[TensorSpec]
-) -> fx.GraphModule:
+) -> torch.export.ExportedProgram:
+    """Return the exported program of the model, with the free dimensions of the inputs free."""
     free = [[at for at, size in enumerate(spec.shape) if size == ANY] for spec in inputs]
     given = tuple(map(without_ones, sample, inputs))
     sizes: list[dict[int, Any]] = [dict.fromkeys(its, torch.export.Dim.AUTO) for its in free]
     with torch.no_grad(), exportable(module):
-        program = torch.export.export(module, given, dynamic_shapes=by_parameter(module, sizes))
-    graph: fx.GraphModule = program.module()
-    return graph
+        return torch.export.export(module, given, dynamic_shapes=by_parameter(module, sizes))
 
 
 @contextlib.contextmanager

@@ -43,6 +43,7 @@ from torchere.archiver.models.fold.convolutions import (
     free_name,
     insert_module,
     module_at,
+    parameter_at,
     replace_module,
 )
 from torchere.archiver.models.inputs.run import has_hooks
@@ -170,6 +171,7 @@ def calibrate(
     _fix_dtypes(folded.module, samples[0])
     _call_prelu(folded.module)
     _spell_alike(folded.module)
+    _hold_weights(folded.module, kept)
     clipped = clipped_by_format(folded.module, kept)
     mapping = _configuration(folded.module, clipped)
     for name in (*kept, *_clips_behind(folded.module, kept)):
@@ -262,7 +264,7 @@ def _call_prelu(graph: fx.GraphModule) -> None:
 
 
 def _spell_alike(graph: fx.GraphModule) -> None:
-    """Replace calls by those that torch quantises; changes in place are gone from a traced graph's results."""
+    """Replace calls by those that torch quantises; a traced graph reads no value from before a change."""
     for node in list(graph.graph.nodes):
         is_call = node.op in ("call_function", "call_method")
         if not is_call or node.target not in _SPELLINGS or (node.kwargs and not callable(node.target)):
@@ -271,6 +273,16 @@ def _spell_alike(graph: fx.GraphModule) -> None:
             called = graph.graph.call_function(_SPELLINGS[node.target], node.args, node.kwargs)
         node.replace_all_uses_with(called)
         graph.graph.erase_node(node)
+    graph.recompile()
+
+
+def _hold_weights(graph: fx.GraphModule, kept: Collection[str]) -> None:
+    """Let code that reads weights of kept layers find them: torch fuses activations into these, too."""
+    for node in graph.graph.find_nodes(op="get_attr"):
+        if str(node.target).rpartition(".")[0] in kept:
+            name = free_name(graph, str(node.target).replace(".", "_"))
+            setattr(graph, name, parameter_at(graph, node))
+            node.target = name
     graph.recompile()
 
 

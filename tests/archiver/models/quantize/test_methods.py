@@ -360,3 +360,54 @@ def test_weights_of_another_type_are_told_before_a_form_in_fp32_is_made() -> Non
         check_quantised(doubles, "bf16", "torchscript")
     for method in (None, "auto", "int8"):  # these may pack it as it is, or try several methods
         assert not check_quantised(doubles, method, "torchscript")
+
+
+class Parts(nn.Module):
+    """Loops over parts of a tensor, as detectors do, at which tracing fails."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.wide, self.narrow = nn.Conv2d(3, 8, 1), nn.Conv2d(4, 4, 3, padding=1)
+        self.last = nn.Conv2d(12, 4, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        parts = list(self.wide(x).chunk(2, 1))
+        parts.append(self.narrow(parts[-1]))
+        scores: torch.Tensor = self.last(torch.cat(parts, 1)).relu().mean((2, 3))
+        return scores
+
+
+class Chosen(Parts):
+    """Branches on a value, which no graph keeps."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x if x.sum() > 0 else -x)
+
+
+@needs_engine
+@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # torch warns of its own modules
+def test_what_tracing_does_not_follow_is_quantised_as_an_exported_program() -> None:
+    said: list[str] = []
+    network, samples = Parts().eval(), [(torch.rand(2, 3, 12, 12),) for _ in range(4)]
+    specs = TensorSpec("x", "FP32", (-1, 3, 12, 12)), TensorSpec("y", "FP32", (-1, 4))
+    model = LoadedModel(network, samples[0], Signature(specs[:1], specs[1:]), Path("net.py"))
+
+    made = quantise(model, "int8-static", samples, say=said.append)
+
+    assert any("its exported program is quantised" in line for line in said)
+    many = torch.rand(5, 3, 12, 12)
+    with torch.inference_mode():
+        assert 0 < difference([(network(many), made.module(many))]).drift < 0.1
+
+
+@needs_engine
+def test_what_can_be_neither_traced_nor_exported_is_refused_for_its_forward(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    network, samples = Chosen().eval(), [(torch.rand(2, 3, 12, 12),)]
+    specs = TensorSpec("x", "FP32", (-1, 3, 12, 12)), TensorSpec("y", "FP32", (-1, 4))
+    model = LoadedModel(network, samples[0], Signature(specs[:1], specs[1:]), Path("net.py"))
+    with pytest.raises(ModelRefused, match="the forward of Chosen can't be traced"):
+        quantise(model, "int8-static", samples)
+    assert "def forward" not in capfd.readouterr().err
