@@ -316,7 +316,7 @@ class _Compilation:
         (work / "beside").mkdir(parents=True)
         quantised = self._quantised(job, method) if method != FP32 else None
         packed = write_model(
-            quantised.module if quantised else self._folded(job.model),
+            quantised.module if quantised else self._folded(job, target),
             job.program if quantised is None else None,
             job.model.example,
             job.sizes,
@@ -389,16 +389,19 @@ class _Compilation:
             self.say(note)
         return made
 
-    def _folded(self, model: LoadedModel) -> torch.nn.Module:
+    def _folded(self, job: _Job, target: str) -> torch.nn.Module:
         """Return the module with separate paddings folded into the convolutions that follow them.
 
         A module is returned as it is when TorchScript is compiled from its source, or when it comes from an
-        exported program.
+        exported program and is packed as one.
         """
-        if self.options.script or self.source.program is not None:
+        model = job.model
+        if self.options.script or (self.source.program is not None and target != TORCHSCRIPT):
             return model.module
+        if self.source.program is not None:  # TorchScript, which is compared with it, checks no sizes
+            model.module._forward_pre_hooks.clear()
         try:
-            folded = folded_paddings(model.module, model.example)
+            folded = folded_paddings(job.layered.module, model.example)
         except NotTraceable as reason:
             self.say(f"paddings stay apart from their convolutions, which is slower: {reason}")
             return model.module

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch.nn import functional
+from torch.utils import _pytree as pytree
 
 from torchere.archiver.models.fold.convolutions import free_name, is_alike, parameter_at
 from torchere.archiver.models.measure.difference import answers
@@ -79,10 +80,7 @@ def with_layers(module: nn.Module, example: tuple[torch.Tensor, ...]) -> nn.Modu
     """
     if not isinstance(module, fx.GraphModule):
         return module
-    copied = fx.Graph()
-    copied.output(copied.graph_copy(module.graph, {}))
-    copied.set_codegen(module.graph._codegen)
-    graph = fx.GraphModule(module, copied)
+    graph = fx.GraphModule(module, _copied(module))
     for node in list(graph.graph.nodes):
         node.meta.pop("nn_module_stack", None)  # names layers that the program no longer has
         if isinstance(node.target, torch._ops.OpOverload):
@@ -91,6 +89,33 @@ def with_layers(module: nn.Module, example: tuple[torch.Tensor, ...]) -> nn.Modu
     graph.recompile()
     with torch.no_grad():
         return graph if is_alike(answers(module, example), graph, example) else module
+
+
+def _copied(module: fx.GraphModule) -> fx.Graph:
+    """Copy the graph, with plain inputs and outputs if these are tensors, tuples, lists and dicts.
+
+    A program's graph has them flat, and specifications beside it, of which torch warns when they are copied.
+    """
+    graph = fx.Graph()
+    flat: Any = graph.graph_copy(module.graph, {})
+    inputs = tuple(graph.find_nodes(op="placeholder"))
+    if getattr(module, "_in_spec", None) == pytree.tree_structure((inputs, {})):
+        out_spec: Any = module._out_spec
+        nested = pytree.tree_unflatten(list(flat), out_spec)
+        if _is_plain(nested):
+            graph.output(nested)
+            return graph
+    graph.output(flat)
+    graph.set_codegen(module.graph._codegen)
+    return graph
+
+
+def _is_plain(output: Any) -> bool:
+    if type(output) is dict:
+        return all(map(_is_plain, output.values()))
+    if type(output) in (tuple, list):
+        return all(map(_is_plain, output))
+    return output is None or isinstance(output, (fx.Node, int, float, bool))
 
 
 def _change(graph: fx.GraphModule, node: fx.Node) -> None:

@@ -165,6 +165,21 @@ def test_an_archive_says_that_it_gains_and_the_report_is_of_it_so_loaded(
         assert main(["compare", "net.mar", "net.mar", "--data", "data"]) == 0
 
 
+@pytest.mark.usefixtures("pack")
+def test_paddings_of_an_exported_program_are_folded_into_torchscript(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    scope: dict[str, Any] = {}
+    exec(MODEL, scope)
+    program = torch.export.export(scope["Net"]().eval(), (torch.load("example.pt"),))
+    torch.export.save(program, "net.pt2")
+    command = ["archive", "--model-name", "net", "--serialized-file", "net.pt2", "--force"]
+    for target, is_folded in (("export", False), ("torchscript", True)):
+        assert main([*command, "--format", target]) == 0
+        said = capsys.readouterr()
+        assert ("folded into convolutions: 1 paddings" in said.out + said.err) is is_folded
+
+
 @pytest.mark.parametrize(
     "arguments",
     [

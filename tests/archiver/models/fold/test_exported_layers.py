@@ -18,11 +18,8 @@ from torchere.archiver.models.quantize.candidates import quiet
 from torchere.archiver.models.quantize.dynamic import dynamic
 from torchere.archiver.models.quantize.static import calibrate
 
-# torch warns of its own modules: of programs when they are copied, of recurrent layers when exported.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:The tensor attributes .*_flat_weights:UserWarning"),
-]
+# torch warns of its own recurrent layers when they are exported.
+pytestmark = pytest.mark.filterwarnings("ignore:The tensor attributes .*_flat_weights:UserWarning")
 Tensors = tuple[torch.Tensor, ...]
 
 

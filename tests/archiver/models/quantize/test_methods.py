@@ -386,7 +386,6 @@ class Chosen(Parts):
 
 
 @needs_engine
-@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # torch warns of its own modules
 def test_what_tracing_does_not_follow_is_quantised_as_an_exported_program() -> None:
     said: list[str] = []
     network, samples = Parts().eval(), [(torch.rand(2, 3, 12, 12),) for _ in range(4)]
