@@ -123,6 +123,7 @@ class Texts(NamedTuple):
 
     tokens: list[Tokens]
     single: bool
+    openai: dict[str, Any] | None = None  # the body, if the answer has the form of OpenAI's API
 
 
 class Batch(NamedTuple):
@@ -193,9 +194,9 @@ class TransformerHandler(BaseHandler):
     @timed
     def preprocess(self, data: Any) -> Any:
         """Tokenize the texts of each request."""
-        return Batch(read_each(data, self._texts), torch.empty(0))
+        return Batch(read_each(list(enumerate(data)), lambda one: self._texts(*one)), torch.empty(0))
 
-    def _texts(self, row: Any) -> Texts:
+    def _texts(self, _place: int, row: Any) -> Texts:
         found, pairs = _fields(row)
         if pairs is not None and not self.takes_pairs:
             raise _refused("'text_pair'", f"'text' alone: {self.section} takes no pairs")
@@ -270,12 +271,17 @@ class TransformerHandler(BaseHandler):
                 continue
             part = data.results[start : start + len(texts.tokens)]
             start += len(texts.tokens)
-            if came_as_tensors(self.context, place):
-                answers.append({self.output: part})
-            else:
-                found = [self.answer_of(result) for result in part]
-                answers.append(found[0] if texts.single else found)
+            try:
+                answers.append(self._answer(place, texts, part))
+            except PredictionException as err:
+                answers.append(refusal(self.context, place, err))
         return answers
+
+    def _answer(self, place: int, texts: Texts, results: torch.Tensor) -> Any:
+        if came_as_tensors(self.context, place):
+            return {self.output: results}
+        found = [self.answer_of(result) for result in results]
+        return found[0] if texts.single else found
 
 
 _FIELDS = ("text", "data", "body")

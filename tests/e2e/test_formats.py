@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -64,3 +67,52 @@ def test_the_open_inference_protocol_takes_the_names_of_the_signature(server: An
     }
     assert outputs["total"] == ("FP32", [2], [3.0, 6.0])
     assert outputs["scaled"][:2] == ("FP32", [2, 4])
+
+
+class Ids(torch.nn.Module):
+    """Gives each token the vector (its number, 0)."""
+
+    def forward(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return torch.stack([ids * mask, torch.zeros_like(ids)], dim=2).float()
+
+
+def test_openais_clients_get_embeddings_at_the_path_that_they_ask(
+    server: Any, pack: Callable[..., str]
+) -> None:
+    tokenizers = pytest.importorskip("tokenizers", reason="install torchere[tokenizers]")
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({"?": 0, "cats": 2, "sleep": 4}, "?"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    model = io.BytesIO()
+    torch.jit.save(torch.jit.script(Ids().eval()), model)
+    files = {
+        "model.pt": model.getvalue(),
+        "tokenizer.json": tokenizer.to_str(),
+        "model-config.yaml": "handler: {text_embedding: {normalize: false}}",
+    }
+    described = {"serializedFile": "model.pt", "configFile": "model-config.yaml"}
+    archive = pack("vectors", files, handler="text_embedding", **described)
+    reply = server.register(archive, initial_workers=1, synchronous="true")
+    assert reply.status == 200, server.log()
+
+    def asked(**body: object) -> Any:
+        headers = {"content-type": "application/json", "authorization": "Bearer none"}
+        path = "/predictions/vectors/1.0/v1/embeddings"
+        return server.call("POST", path, json.dumps(body).encode(), headers=headers)
+
+    reply = asked(input=["cats sleep", "sleep"], model="vectors", encoding_format="base64")
+    assert (reply.status, reply.headers["content-type"]) == (200, "application/json"), reply.body
+    answer = reply.json()
+    found = [
+        np.frombuffer(base64.b64decode(line.pop("embedding")), "<f4").tolist() for line in answer["data"]
+    ]
+    assert found == [[3.0, 0.0], [4.0, 0.0]]
+    assert answer == {
+        "object": "list",
+        "data": [{"object": "embedding", "index": 0}, {"object": "embedding", "index": 1}],
+        "model": "vectors",
+        "usage": {"prompt_tokens": 3, "total_tokens": 3},
+    }
+    assert asked(input="cats", model="vectors").json()["data"][0]["embedding"] == [2.0, 0.0]
+    reply = asked(input=[2, 4], model="vectors")
+    assert (reply.status, reply.headers["content-type"]) == (400, "application/json")
+    assert "takes no token ids" in reply.json()["message"]

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import base64
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -217,6 +218,82 @@ def test_the_open_inference_protocol_gets_an_array(make: Any) -> None:
     (found,) = make()(row, headers={OPEN_INFERENCE: "{}"})
     assert list(found) == ["embedding"]
     assert found["embedding"].tolist() == [unit(2, 1), unit(5, 1)]
+
+
+def at_openais_path(answer: Any, *rows: Any) -> list[Any]:
+    """The answers to a batch of requests at OpenAI's path, with a plain one between them."""
+    openai, plain = {"url_path": "v1/embeddings"}, {"url_path": ""}
+    headers = [plain if row == {"body": "cats"} else openai for row in rows]
+    requests = [RequestProcessor(found, f"r{index}") for index, found in enumerate(headers)]
+    answer.context.begin_batch(requests, None)
+    found = answer.entry_point(list(rows), answer.context)
+    return [json.loads(one) if isinstance(one, bytes) else one for one in found]
+
+
+def test_openais_clients_are_answered_in_their_form_beside_plain_requests(make: Any) -> None:
+    answer = make(max_tokens=2)
+    one, plain, encoded = at_openais_path(
+        answer,
+        {"body": {"input": "cats sleep dogs", "model": "any", "encoding_format": "float", "user": "me"}},
+        {"body": "cats"},
+        {
+            "body": bytearray(
+                b'{"input": ["dogs", "cats sleep"], "encoding_format": "base64", "dimensions": 2}'
+            )
+        },
+    )
+    assert one == {
+        "object": "list",
+        "data": [{"object": "embedding", "index": 0, "embedding": unit(3, 1)}],
+        "model": answer.context.model_name,
+        "usage": {"prompt_tokens": 2, "total_tokens": 2},
+    }
+    assert plain == unit(2, 1)
+    found = [np.frombuffer(base64.b64decode(line["embedding"]), "<f4").tolist() for line in encoded["data"]]
+    assert found == [unit(6, 1), unit(3, 1)]
+    assert [line["index"] for line in encoded["data"]] == [0, 1]
+    assert encoded["usage"] == {"prompt_tokens": 3, "total_tokens": 3}
+    assert answer.context.get_response_content_type(0) == "application/json"
+
+
+def test_a_wrong_request_of_openais_form_does_not_touch_its_batch_mates(make: Any) -> None:
+    answer = make(max_texts=2, max_characters=20)
+    wrong: list[Any] = [
+        *({"input": found} for found in ("", [], ["cats", ""], [1, 2], [[1, 2]], None, {"text": "cats"})),
+        *({"input": "cats", "encoding_format": found} for found in ("int8", ["float"])),
+        *({"input": "cats", "dimensions": found} for found in (3, "2", [2])),
+        *({"input": ["cats"] * 3}, {"input": "x" * 21}, {"input": "\ud800"}, {"text": "cats"}, {}),
+    ]
+    rows = [*({"body": body} for body in [*wrong, "dogs", ["dogs"]]), {'{"input": "cats"}': b""}]
+    *refused, plain, good = at_openais_path(answer, *rows, {"body": "cats"}, {"body": {"input": "dogs"}})
+    assert plain == unit(2, 1)
+    assert good["data"][0]["embedding"] == unit(6, 1)
+    assert [one["code"] for one in refused] == [400] * len(rows)
+    assert [answer.context.get_response_status(index)[0] for index in range(len(rows))] == [400] * len(rows)
+    messages = [one["message"].removeprefix("The request ") for one in refused]
+    assert len({*messages[:7]}) == 1
+    assert messages[0].startswith(
+        "has an 'input' that is empty or no text; expected a text or a list of texts"
+    )
+    assert messages[7:15] == [
+        "has the encoding_format 'int8'; expected float or base64",
+        "has the encoding_format ['float']; expected float or base64",
+        "has the dimensions 3; expected 2, as the model has",
+        "has the dimensions '2'; expected 2, as the model has",
+        "has the dimensions [2]; expected 2, as the model has",
+        "has 3 texts; expected 1 to 2 in one request",
+        "has a text of 21 characters; expected at most 20",
+        "has text that has no form in UTF-8 (surrogates not allowed); expected no lone surrogates",
+    ]
+    assert messages[15].startswith("has no 'input': found the fields 'text'; expected a text")
+    assert "is not valid JSON" in messages[17]
+    assert "a JSON list; expected an object" in messages[18]
+    assert "send it with -H 'Content-Type: application/json'" in messages[19]
+
+
+def test_texts_are_prepared_outside_of_a_batch(make: Any) -> None:
+    (prepared,) = make().entry_point.instance.preprocess([{"body": "cats"}]).requests
+    assert prepared.tokens[0].ids == [2]
 
 
 def behind(envelope: Any, answer: Any, *bodies: Any) -> Any:
