@@ -157,10 +157,17 @@ class MetricsStore(MetricsCache):
             )
 
 
-def emit_metrics(metrics: Iterable[Metric] | None) -> None:
-    """Report the values with the batch that runs in this thread; outside a batch they are dropped."""
+def emit_metrics(metrics: Iterable[object] | None) -> None:
+    """Report the values with the batch that runs in this thread; outside a batch they are dropped.
+
+    Other items, as the keys of `context.metrics.cache`, are logged as TorchServe logs them: a text that reads
+    as a metric's line counts as one that the handler logs itself.
+    """
     for metric in metrics or ():
-        record_in_batch(metric.sample())
+        if isinstance(metric, Metric):
+            record_in_batch(metric.sample())
+        else:
+            logger.info("[METRICS]%s", metric)
 
 
 class MetricsCacheYamlImpl(MetricsCache):

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import socket
 import threading
 import uuid
@@ -63,6 +64,17 @@ def test_outside_a_batch_nobody_collects() -> None:
     thread.start()
     thread.join()
     assert done == [True]
+
+
+def test_items_that_are_no_metrics_are_logged_and_fail_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    cache = MetricsCache("m")
+    cache.begin_batch({0: "a"})
+    cache.add_time("Walk", 2)
+    caplog.set_level(logging.INFO)
+    emit_metrics(cache.cache)
+    emit_metrics(["N.Count:1|#Level:Host|#hostname:h,1", Metric("M", 1, "", [])])
+    assert caplog.messages == ["[METRICS]MetricTypes.GAUGE", "[METRICS]N.Count:1|#Level:Host|#hostname:h,1"]
+    assert [sample.name for sample in cache.drain()] == ["Walk", "M"]
 
 
 def test_a_store_of_ones_own_can_be_emitted() -> None:
