@@ -121,8 +121,7 @@ class CachingMetric:
         if len(values) != len(self.dimension_names):
             self._drop(f"expected values for the dimensions {self.dimension_names}, found {values}")
             return
-        ids = (str(request_id),) if isinstance(request_id, str) else _ids_of(request_id)
-        self.report(value, tuple(zip(self.dimension_names, values, strict=True)), ids)
+        self.report(value, tuple(zip(self.dimension_names, values, strict=True)), _ids_of(request_id))
 
     def report(
         self, value: float, dimensions: tuple[tuple[str, str], ...], request_ids: tuple[str, ...]
@@ -151,8 +150,9 @@ class CachingMetric:
         request_id: str | Sequence[str] = "",
         dimensions: Sequence[Dimension] | None = None,
     ) -> None:
-        """Report a value with `Dimension` objects; the older form of `add_or_update`."""
-        self.add_or_update(value, [item.value for item in dimensions or ()], request_id)
+        """Report a value with `Dimension` objects, in place of the declared dimensions; the older form."""
+        labels = tuple((str(item.name), str(item.value)) for item in dimensions or ())
+        self.report(value, labels, _ids_of(request_id))
 
 
 def _number(value: Any) -> float | None:
@@ -169,6 +169,8 @@ def _ids_of(request_id: object) -> tuple[str, ...]:
     """Return ids as texts: handlers also pass None, numbers, and `context.request_ids`."""
     if request_id is None:
         return ()
+    if isinstance(request_id, str):
+        return (str(request_id),)
     if isinstance(request_id, Mapping):
         return tuple(map(str, request_id.values()))
     return tuple(map(str, request_id)) if isinstance(request_id, Iterable) else (str(request_id),)

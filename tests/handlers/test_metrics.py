@@ -163,6 +163,22 @@ def test_a_declared_metric_is_found_and_updated(metrics: MetricsCache) -> None:
     ]
 
 
+def test_dimensions_of_an_update_take_the_place_of_the_declared_ones_for_its_value(
+    metrics: MetricsCache,
+) -> None:
+    declared = metrics.add_metric_to_cache("Depth", "cm", ["Pool"], MetricTypes.GAUGE)
+    declared.update(1, "a", [Dimension("Lake", "south")])
+    declared.update(2, dimensions=[Dimension("Lake", "south"), Dimension("Buoy", 3)])  # type: ignore[arg-type]
+    declared.update(3, ["b", "c"])
+    declared.add_or_update(4, ["north"])
+    assert [(sample.value, sample.dimensions, sample.request_ids) for sample in metrics.drain()] == [
+        (1.0, (("Lake", "south"),), ("a",)),
+        (2.0, (("Lake", "south"), ("Buoy", "3")), ()),
+        (3.0, (), ("b", "c")),
+        (4.0, (("Pool", "north"),), ()),
+    ]
+
+
 @pytest.mark.parametrize(("value", "dimensions"), [(1, []), (1, ["a", "b"]), ("1", ["a"]), (True, ["a"])])
 def test_a_wrong_update_is_logged_not_raised(
     metrics: MetricsCache, caplog: pytest.LogCaptureFixture, value: float, dimensions: list[str]
