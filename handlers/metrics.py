@@ -13,6 +13,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any, NamedTuple, TypeVar
 
@@ -31,8 +32,9 @@ class MetricTypes(str, Enum):
     HISTOGRAM = "histogram"
 
 
-class Dimension(NamedTuple):
-    """One label of a metric."""
+@dataclass(eq=False)
+class Dimension:
+    """One label of a metric; handlers may keep it and set another value."""
 
     name: str
     value: str

@@ -62,7 +62,17 @@ def test_own_dimensions_come_before_the_automatic_ones(metrics: MetricsCache) ->
     dimensions = [Dimension("Breed", "manx")]
     metrics.add_counter("Cats", 1, dimensions=dimensions)
     assert metrics.drain()[0].dimensions == (("Breed", "manx"), *_MODEL)
-    assert dimensions == [Dimension("Breed", "manx")]
+    assert [str(item) for item in dimensions] == ["Breed:manx"]
+
+
+def test_a_dimension_may_get_another_value(metrics: MetricsCache) -> None:
+    breed = Dimension("Breed", "manx")
+    metrics.add_counter("Cats", 1, dimensions=[breed])
+    breed.value = "sphynx"
+    metrics.add_counter("Cats", 1, dimensions=[breed])
+    found = [sample.dimensions[0] for sample in metrics.drain()]
+    assert found == [("Breed", "manx"), ("Breed", "sphynx")]
+    assert (str(breed), breed.to_dict()) == ("Breed:sphynx", {"Name": "Breed", "Value": "sphynx"})
 
 
 def test_each_kind_has_its_unit_and_type(metrics: MetricsCache) -> None:
