@@ -115,7 +115,8 @@ class CachingMetric:
         """Report a value; an invalid one is logged and dropped, because a metric must not fail a prediction.
 
         Args:
-            value: to add (counter), to set (gauge) or to observe (histogram); also of NumPy or torch.
+            value: to add (counter), to set (gauge) or to observe (histogram); also of NumPy or torch, or a
+                text that reads as a number.
             dimension_values: one per declared dimension name, in their order.
             request_id: the request, or the requests, that the value belongs to.
         """
@@ -158,8 +159,8 @@ class CachingMetric:
 
 
 def _number(value: Any) -> float | None:
-    """Return a value of Python, NumPy or torch as a float; None if it is not a number."""
-    if isinstance(value, (bool, str, bytes, bytearray)):
+    """Return a value of Python, NumPy or torch, or a text that reads as a number, as a float; else None."""
+    if isinstance(value, (bool, bytes, bytearray)):
         return None
     try:
         return float(value)
