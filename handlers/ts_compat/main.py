@@ -1,12 +1,14 @@
 """Takes the launcher's place as `__main__` in a worker: defines no names there, and is quick to import.
 
-Processes that a handler spawns import this file as `__mp_main__`, where it makes `import ts` resolve.
+Processes that a handler spawns import this file as `__mp_main__`, where it makes `import ts` resolve. For a
+script outside of workers, which it runs as `python main.py SCRIPT ARGUMENTS`, it does so, too.
 """
 
 from __future__ import annotations
 
 import builtins
 import importlib.util
+import os
 import sys
 from types import ModuleType
 
@@ -31,5 +33,19 @@ def hide_launcher() -> None:
     sys.orig_argv[:] = [sys.executable]
 
 
+def _run_script() -> None:
+    """Run the script that the command line names, as Python itself would."""
+    import runpy  # noqa: PLC0415  # not in workers
+
+    del sys.argv[0]
+    if not getattr(sys.flags, "safe_path", False):  # since Python 3.11: search no script folder
+        sys.path[0] = os.path.dirname(os.path.realpath(sys.argv[0]))
+    if importlib.util.find_spec("ts") is None:  # an installed TorchServe, or `torchere-ts`, takes precedence
+        alias.install()
+    runpy.run_path(sys.argv[0], run_name="__main__")
+
+
 if __name__ == "__mp_main__":
     alias.install()
+elif __name__ == "__main__" and sys.argv[1:]:
+    _run_script()

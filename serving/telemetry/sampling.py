@@ -23,6 +23,7 @@ from prometheus_client import ProcessCollector
 
 from torchere.handlers.cgroup import sample_cgroup
 from torchere.handlers.metrics import MetricSample
+from torchere.handlers.ts_compat import main
 from torchere.serving.logs.worker_lines import metric_of
 from torchere.serving.telemetry import catalogue
 from torchere.serving.telemetry.distributions import Distributions, add_histogram
@@ -119,16 +120,18 @@ def _ask(command: list[str], timeout_s: float, errors: int | None = subprocess.D
 def sample_by_script(arguments: str) -> tuple[MetricSample, ...]:
     """Run Python with these arguments, as TorchServe does for `system_metrics_cmd`, and return its samples.
 
-    Blocks up to `_SCRIPT_TIMEOUT_S`. The script writes to the server's standard error.
+    Blocks up to `_SCRIPT_TIMEOUT_S`. The script writes to the server's standard error, and may import `ts`.
     """
-    command = [sys.executable, *arguments.split()]
+    # Options of Python, as `-m`, are left to Python: such a module is an installed one.
+    runner = [] if arguments.lstrip().startswith("-") else [main.__file__]
+    command = [sys.executable, *runner, *arguments.split()]
     try:
         output, status = _ask(command, _SCRIPT_TIMEOUT_S, None)
     except (OSError, subprocess.SubprocessError) as err:
         logger.warning("system_metrics_cmd: %s", err)
         return ()
     if status:
-        logger.warning("system_metrics_cmd: %s ended with exit code %d", " ".join(command), status)
+        logger.warning("system_metrics_cmd: %s ended with exit code %d", arguments, status)
     return tuple(parse_samples(output))
 
 

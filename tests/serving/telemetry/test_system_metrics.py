@@ -9,7 +9,13 @@ import pytest
 
 from torchere.serving.telemetry import sampling as gpu_sampling
 from torchere.serving.telemetry.metrics import Metrics
-from torchere.serving.telemetry.sampling import GpuSample, SystemMetrics, parse_gpus, sample_gpus
+from torchere.serving.telemetry.sampling import (
+    GpuSample,
+    SystemMetrics,
+    parse_gpus,
+    sample_by_script,
+    sample_gpus,
+)
 from torchere.serving.telemetry.torchserve import ServerMetrics
 
 
@@ -194,6 +200,37 @@ def test_a_driver_that_hangs_holds_nothing_up_and_is_left_alone(tmp_path, monkey
 def test_without_a_driver_there_are_no_gpus(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     assert sample_gpus() == ()
+
+
+SCRIPT = """
+import sys
+from beside import unit
+from ts.metrics.dimension import Dimension
+from ts.metrics.metric import Metric
+
+if __name__ == "__main__":
+    print(Metric("Sessions", int(sys.argv[2]), unit, [Dimension("Level", "Host"), Dimension("device", 0)]))
+"""
+
+
+def test_a_script_imports_the_modules_of_torchserve_and_those_beside_it(tmp_path, caplog, capfd):
+    (tmp_path / "beside.py").write_text('unit = "count"')
+    (tmp_path / "sample.py").write_text(SCRIPT)
+    samples = sample_by_script(f"{tmp_path / 'sample.py'} --gpu 2")
+    assert (caplog.text, capfd.readouterr().err) == ("", "")
+    (sample,) = samples
+    assert (sample.name, sample.value, sample.unit) == ("Sessions", 2.0, "Count")
+    assert sample.dimensions == (("Level", "Host"), ("device", "0"))
+
+
+def test_a_script_that_fails_is_named_and_a_module_is_run_by_python_itself(tmp_path, caplog, capfd):
+    (tmp_path / "sample.py").write_text('import ts, sys\nsys.exit(f"no {ts.__name__}")')
+    assert sample_by_script(f"{tmp_path / 'sample.py'} --gpu 0") == ()
+    assert f"system_metrics_cmd: {tmp_path / 'sample.py'} --gpu 0 ended with exit code 1" in caplog.text
+    assert sample_by_script("-m no_such_module") == ()
+    errors = capfd.readouterr().err
+    assert "no ts" in errors
+    assert "No module named no_such_module" in errors
 
 
 def test_the_end_does_not_wait_for_a_driver_that_hangs():
