@@ -23,6 +23,7 @@ from torchere.serving.commands.serve_options import (
     LaunchRefused,
     add_serve_options,
     plan_from,
+    refuse_windows,
     serve_arguments,
 )
 from torchere.serving.commands.tools import TORCHSERVE_VERSION
@@ -78,7 +79,7 @@ def torchserve_main(argv: Sequence[str] | None = None) -> int:
         if options.version:
             print(f"TorchServe Version is {TORCHSERVE_VERSION}")
             return 0
-        return _guarded(_stop if options.stop else _start, options)
+        return _guarded(_start_or_stop, options)
 
     return _to_the_end(command)
 
@@ -118,6 +119,11 @@ def _guarded(action: Callable[[argparse.Namespace], int], options: argparse.Name
     except ServingError as err:
         print(err.full_text, file=sys.stderr)
     return 1
+
+
+def _start_or_stop(options: argparse.Namespace) -> int:
+    refuse_windows()
+    return _stop(options) if options.stop else _start(options)
 
 
 def _start(options: argparse.Namespace) -> int:

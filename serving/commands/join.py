@@ -12,7 +12,7 @@ from types import FrameType
 from typing import NoReturn
 
 from torchere.archiver.arguments import described
-from torchere.serving.commands.serve_options import LaunchRefused, config_file
+from torchere.serving.commands.serve_options import LaunchRefused, config_file, refuse_windows
 from torchere.serving.config.kinds import MAX_PORT
 from torchere.serving.config.properties import read_properties
 from torchere.serving.config.resolve import configure
@@ -38,6 +38,7 @@ def add_join(parser: argparse.ArgumentParser) -> None:
 
 def _run(options: argparse.Namespace) -> NoReturn:
     """Run the ranks of this machine until a signal."""
+    refuse_windows()
     host, port = address_of(options.leader)
     keep_freed_memory(os.environ)
     handler = logging.StreamHandler(sys.stdout)  # without a thread, which would not survive a fork

@@ -23,6 +23,7 @@ from torchere.serving.commands.serve_options import (
     add_serve_options,
     plan_from,
     refuse_packing_options,
+    refuse_windows,
 )
 from torchere.serving.commands.tools import TORCHSERVE_VERSION
 from torchere.serving.logs.access_lines import LineFormatter
@@ -92,6 +93,7 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
 
 
 def _serve(options: argparse.Namespace) -> int:
+    refuse_windows()
     if options.model is None:
         refuse_packing_options(options, "no MODEL is given")
     else:

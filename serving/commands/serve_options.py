@@ -51,6 +51,12 @@ class Plan:
     log_directory: Path  # of log files and snapshots; may not exist yet
 
 
+def refuse_windows() -> None:
+    """Raise LaunchRefused on Windows, before the imports of modules that it does not have."""
+    if sys.platform == "win32":
+        raise LaunchRefused("The server runs on Linux and macOS; on Windows use WSL or the image.")
+
+
 def add_serve_options(
     parser: argparse.ArgumentParser, store: str = "required here or in the configuration file"
 ) -> None:

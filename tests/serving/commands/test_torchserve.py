@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from torchere.serving.commands import serve_options
+from torchere.serving.commands import cli, serve_options
 from torchere.serving.commands import torchserve as launcher
 from torchere.serving.commands.torchserve import PROCESS_NAME
 from torchere.serving.config.properties import ConfigurationError
@@ -320,3 +320,28 @@ def test_a_link_in_place_of_the_pid_file_is_not_followed(pid_file: Path) -> None
     with pytest.raises(ConfigurationError, match=r"the pid file must be writable: remove it, or set TMPDIR"):
         launcher.write_pid(pid_file, 1)
     assert target.read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("command", "arguments"),
+    [
+        (cli.torchserve_main, ["--start", "--model-store", "."]),
+        (cli.torchserve_main, ["--stop"]),
+        (cli.main, ["serve", "--model-store", "."]),
+        (cli.main, ["join", "leader.example"]),
+    ],
+)
+def test_windows_is_refused_before_modules_that_it_does_not_have(
+    command: Callable[[list[str]], int],
+    arguments: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sys, "platform", "win32")
+    monkeypatch.delattr("torchere.serving.commands.torchserve")
+    for name in ("torchere.serving.commands.torchserve", "fcntl", "resource"):
+        monkeypatch.setitem(sys.modules, name, None)
+    assert command(arguments) == 1
+    assert capsys.readouterr().out == (
+        "The server runs on Linux and macOS; on Windows use WSL or the image.\n"
+    )
