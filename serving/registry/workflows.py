@@ -160,9 +160,7 @@ class Workflows:
         self._forget(name)
         self._registry.workflows_changed()
         await self._registry.written()
-        if spec.unused:
-            unused = ", ".join(spec.unused)
-            logger.warning("workflow %s: not in its graph, and not loaded: %s", name, unused)
+        _tell_oddities(name, spec, self._server.service_envelope)
         return workflow
 
     async def unregister(self, name: str) -> None:
@@ -343,6 +341,24 @@ class Workflows:
             self._registry.discard(version)
         for version in versions:
             await version.settled.wait()
+
+
+def _tell_oddities(name: str, spec: WorkflowSpec, envelope: str | None) -> None:
+    """Log models that the graph does not contain, and steps whose input the envelope can't unwrap."""
+    if spec.unused:
+        logger.warning("workflow %s: not in its graph, and not loaded: %s", name, ", ".join(spec.unused))
+    if envelope is None:
+        return
+    readable = 1 if envelope == "body" else 0  # a single result is called `body`, those of several are not
+    lost = [step for step, parents in spec.parents.items() if len(parents) > readable]
+    if lost:
+        logger.warning(
+            "workflow %s: service_envelope=%s finds no input in the results that these steps get, unless the "
+            "handler is tensor or in C++: %s",
+            name,
+            envelope,
+            ", ".join(lost),
+        )
 
 
 def _wanted(

@@ -220,6 +220,37 @@ def test_the_download_of_a_workflow_leaves_the_store_while_its_last_requests_run
     asyncio.run(main())
 
 
+@pytest.mark.parametrize(
+    ("envelope", "dag", "told"),
+    [
+        (None, "{pre: [m], m: [post]}", ""),
+        ("json", "{m: []}", ""),
+        ("json", "{pre: [m], m: [post]}", "m, post"),
+        ("kservev2", "{pre: [m]}", "m"),
+        ("body", "{pre: [m], m: [post]}", ""),
+        ("body", "{pre: [m, n], m: [post], n: [post]}", "post"),
+    ],
+)
+def test_steps_whose_input_the_envelope_does_not_find_are_told_at_the_registration(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, envelope: str | None, dag: str, told: str
+):
+    models = ", ".join(f"{step}: {{url: m.mar}}" for step in ("pre", "m", "n", "post") if step in dag)
+    manifest = {"workflow": {"workflowName": "flow", "specFile": "flow.yaml"}}
+    with zipfile.ZipFile(tmp_path / "flow.war", "w") as war:
+        war.writestr("flow.yaml", f"models: {{{models}}}\ndag: {dag}\n")
+        war.writestr("WAR-INF/MANIFEST.json", json.dumps(manifest))
+
+    async def main() -> None:
+        registry: Any = _Registry(tmp_path)
+        workflows = Workflows(ServerSettings(service_envelope=envelope), registry)
+        await workflows.register(SnapshotWorkflow("flow.war"))
+        await asyncio.to_thread(workflows.close)
+
+    asyncio.run(main())
+    steps = [message.rpartition(": ")[2] for message in caplog.messages if "service_envelope" in message]
+    assert steps == ([told] if told else [])
+
+
 @pytest.fixture
 def both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An archive that is that of a model, and that of a workflow whose steps are left out."""
