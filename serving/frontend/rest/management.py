@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Mapping
 from functools import partial
@@ -12,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from torchere.handlers.tensors import shown
 from torchere.handlers.tensors.codec import NO_JSON
 from torchere.serving.access.identity import authorization_of
 from torchere.serving.access.keys import Keys
@@ -31,9 +33,16 @@ from torchere.serving.frontend.rest.answers import (
 )
 from torchere.serving.frontend.rest.bodies import read_parameters
 from torchere.serving.frontend.rest.codec import REQUEST_ID, request_headers, text_values
-from torchere.serving.frontend.rest.openapi import management_document
+from torchere.serving.frontend.rest.openapi import (
+    REGISTER,
+    SCALE,
+    ignored_parameters,
+    management_document,
+)
 from torchere.serving.logs.levels import LogLevelError, change_level, levels
 from torchere.serving.types import InferRequest, ModelKey
+
+logger = logging.getLogger(__name__)
 
 _QUARANTINE = "/models/{model}/{version}/quarantine"  # below a version, because a version may have this name
 PAGE_SIZE = 100  # both the default and the maximum
@@ -59,6 +68,8 @@ def management_routes(controlplane: ControlPlane, max_request_bytes: int, *, is_
     async def register(request: Request) -> Response:
         controlplane.check_model_api()
         values = await parameters_of(request, max_request_bytes, is_strict)
+        if ignored := ignored_parameters(values, REGISTER):
+            logger.warning("a registration ignores parameters that it does not know: %s", ignored)
         wish = registration(values, controlplane.default_executors)
         synchronous = flag(values, "synchronous", default=True)
         result = await controlplane.register(wish, synchronous=synchronous)
@@ -129,6 +140,8 @@ async def _scale(controlplane: ControlPlane, is_strict: bool, request: Request) 
     """Change how many executors a version has."""
     query = text_values(request.scope["query_string"])
     model, version = _named(request)
+    if ignored := ignored_parameters(query, (*SCALE, ("model_version", "string"))):
+        logger.warning("scaling %s ignores parameters that it does not know: %s", shown(model), ignored)
     version = version or query.get("model_version") or None
     numbers = as_torchserve_reads(query) if is_strict else query
     min_executors = integer(numbers, "min_worker")

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
 
+from torchere.handlers.tensors import shown
 from torchere.handlers.tensors.codec import NO_JSON
+from torchere.serving.config.kinds import near
 from torchere.serving.errors import InvalidRequest
 from torchere.serving.frontend.authorisation import Surfaces
 
 Document = dict[str, Any]
+
+_TOLD = 5  # ignored parameters that one line of the log names
+_OF_SIGNED_URL = re.compile("(?i:x-amz-|x-goog-|sig$|signature$)")  # S3, Google, Azure
+_ENCODE = "; encode the URL: curl -X POST -G --data-urlencode url=..., or send JSON"
 
 TITLE = "TorchServe APIs"  # clients and gateways identify the API by it
 DESCRIPTION = "TorchServe is a flexible and easy to use tool for serving deep learning models"
@@ -69,8 +76,8 @@ _PREDICT = (200, 400, 404, 500, 503, 504)
 _SCALED = (200, 202, 206, 400, 404, 500)
 _REGISTERED = (200, 202, 206, 400, 404, 405, 409, 500)
 _UNREGISTERED = (200, 403, 404, 405, 408)
-_SCALE = (("min_worker", "integer"), ("max_worker", "integer"), ("synchronous", "boolean"))
-_REGISTER = (
+SCALE = (("min_worker", "integer"), ("max_worker", "integer"), ("synchronous", "boolean"))
+REGISTER = (
     ("url", "string"),
     ("model_name", "string"),
     ("handler", "string"),
@@ -107,10 +114,10 @@ _LIST_QUERY = (("limit", "integer"), ("next_page_token", "integer"))
 _QUARANTINE = f"{_VERSION}/quarantine"
 _MODEL_OPERATIONS = (
     Operation(_MODEL, "get", "describeModel", "Describe a model", (200, 404, 500), _CUSTOMIZED),
-    Operation(_MODEL, "put", "setAutoScale", "Scale a model", _SCALED, _SCALE),
+    Operation(_MODEL, "put", "setAutoScale", "Scale a model", _SCALED, SCALE),
     Operation(_MODEL, "delete", "unregisterModel", "Unregister a model", _UNREGISTERED),
     Operation(_VERSION, "get", "version_describeModel", "Describe a version", (200, 404, 500), _CUSTOMIZED),
-    Operation(_VERSION, "put", "version_setAutoScale", "Scale a version", _SCALED, _SCALE),
+    Operation(_VERSION, "put", "version_setAutoScale", "Scale a version", _SCALED, SCALE),
     Operation(_VERSION, "delete", "version_unregisterModel", "Unregister a version", _UNREGISTERED),
     Operation(f"{_VERSION}/set-default", "put", "setDefault", "Make a version the default one", (200, 404)),
     Operation(_QUARANTINE, "get", "quarantine", "List the quarantined requests of a version", (200, 404)),
@@ -125,13 +132,13 @@ _MODEL_OPERATIONS = (
 )
 MANAGEMENT = (
     Operation("/models", "get", "listModels", "List the models", (200,), _LIST_QUERY),
-    Operation("/models", "post", "registerModel", "Register a model", _REGISTERED, _REGISTER),
+    Operation("/models", "post", "registerModel", "Register a model", _REGISTERED, REGISTER),
     *_MODEL_OPERATIONS,
 )
 
 _ASK = (200, 400, 404, 413, 415, 500, 503, 504)
 _WORKFLOW = "/workflows/{workflow_name}"
-_REGISTER_WORKFLOW = (
+REGISTER_WORKFLOW = (
     ("url", "string"),
     ("workflow_name", "string"),
     ("response_timeout", "integer"),
@@ -155,7 +162,7 @@ _WORKFLOWS = (
         "registerWorkflow",
         "Register a workflow",
         _REGISTERED_WORKFLOW,
-        _REGISTER_WORKFLOW,
+        REGISTER_WORKFLOW,
     ),
     Operation(_WORKFLOW, "get", "describeWorkflow", "Describe a workflow", (200, 404)),
     Operation(_WORKFLOW, "delete", "unregisterWorkflow", "Unregister a workflow", (200, 404, 405, 408)),
@@ -201,6 +208,25 @@ _REPOSITORY = (
     _post("/v2/repository/models/{model_name}/load", "v2_load", "Load a model", _LOADED),
     Operation("/v2/repository/models/{model_name}/unload", "post", "v2_unload", "Unload a model", _LOADED),
 )
+
+
+def ignored_parameters(given: Iterable[str], known: Iterable[tuple[str, str]]) -> str:
+    """Return a text of bounded length about the names that are not among the known parameters; "" for none.
+
+    A URL whose `&` is not encoded ends there, and the rest of its query comes as further parameters.
+    """
+    names = [name for name, _ in known]
+    # Without a value that came into the name by an encoded "=": it may be a signature.
+    ignored = [name.partition("=")[0] for name in given if name not in names]
+    told = [_with_nearest(name, names) for name in ignored[:_TOLD]]
+    more = [f"{len(ignored) - _TOLD} more"] if len(ignored) > _TOLD else []
+    is_url = any(_OF_SIGNED_URL.match(name) for name in ignored)
+    return ", ".join([*told, *more]) + (_ENCODE if is_url else "")
+
+
+def _with_nearest(name: str, known: Sequence[str]) -> str:
+    meant = near(name[:80], known)  # comparing long names takes long
+    return f"{shown(name)} ({meant})" if meant else shown(name)
 
 
 def listener_document(surfaces: Surfaces, server_version: str, *, open_inference: bool = False) -> Document:
