@@ -21,6 +21,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import uvloop
+
 from torchere.handlers.errors import MetricsCacheError
 from torchere.serving import __version__
 from torchere.serving.access.client_limits import client_limits_of
@@ -265,10 +267,6 @@ async def _started(server: Server, stop: asyncio.Event) -> Endpoints | None:
 def serve(settings: ServerSettings, fork_server: Spawned | None = None) -> int:
     """Run a server in this thread until a stop signal; return the exit status."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    if sys.platform == "win32":
-        return asyncio.run(run(settings, fork_server))
-    import uvloop  # noqa: PLC0415 - not available on Windows
-
     _show_threads_on_sigquit()
     return uvloop.run(run(settings, fork_server))
 
