@@ -363,10 +363,13 @@ def _metrics_config(settings: ServerSettings) -> MetricsConfig:
     if settings.metrics_config is None:
         return built_in_config()
     try:
-        return read_metrics_config(settings.metrics_config)
+        config = read_metrics_config(settings.metrics_config, settings.metrics_mode)
     except MetricsCacheError as err:
         logger.error("Failed to load metrics configuration: %s: %s", type(err).__name__, err)
         return MetricsConfig()
+    for cause in config.dropped:
+        logger.warning("a metric that metrics_config declares is dropped: %s", cause)
+    return config
 
 
 @dataclass(frozen=True, slots=True)

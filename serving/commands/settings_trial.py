@@ -22,7 +22,7 @@ from torchere.handlers.errors import MetricsCacheError
 from torchere.serving.access.fixed_keys import read_clients
 from torchere.serving.access.tls import TlsFiles, read_pair
 from torchere.serving.config.resolve import Configuration, Finding, Level
-from torchere.serving.config.server_settings import Address, RendezvousSettings, ServerSettings
+from torchere.serving.config.server_settings import Address, MetricsMode, RendezvousSettings, ServerSettings
 from torchere.serving.errors import ServingError
 from torchere.serving.store.package import StoreFolder
 from torchere.serving.store.signing import TrustedKeys
@@ -115,8 +115,7 @@ def _files(settings: ServerSettings) -> Iterator[_Problem]:
     if settings.token_keys_file is not None:
         yield from _file("token_keys_file", settings.token_keys_file, read_clients, refused)
     if settings.metrics_config is not None:
-        lost = "only metrics that begin with torchere_ are kept"
-        yield from _file("metrics_config", settings.metrics_config, read_metrics_config, lost)
+        yield from _metrics(settings.metrics_config, settings.metrics_mode)
     if settings.require_signed and settings.trusted_signing_keys:  # without them it is an error already
         try:
             TrustedKeys(settings.trusted_signing_keys)
@@ -148,6 +147,17 @@ def _file(key: str, file: Path, read: Callable[[Path], object], otherwise: str) 
         read(file)
     except (ServingError, MetricsCacheError) as err:
         yield key, "error", f"{_said(err)}; {otherwise}"
+
+
+def _metrics(file: Path, mode: MetricsMode) -> Iterator[_Problem]:
+    dropped: list[str] = []
+
+    def read(path: Path) -> None:
+        dropped.extend(read_metrics_config(path, mode).dropped)
+
+    yield from _file("metrics_config", file, read, "only metrics that begin with torchere_ are kept")
+    if dropped:
+        yield "metrics_config", "warning", f"metrics of {file} are dropped: {'; '.join(dropped)}"
 
 
 def _models(settings: ServerSettings) -> Iterator[_Problem]:

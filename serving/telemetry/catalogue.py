@@ -239,10 +239,18 @@ class Reserved(Collector):
         return ()
 
 
-def check_names(kind: str, name: str, labels: Sequence[str]) -> None:
-    """Raise ValueError unless the text format allows the names and `kind` is one of `KINDS`."""
+def check_names(kind: str, name: str, labels: Sequence[str], *, logged: bool = False) -> None:
+    """Raise ValueError unless the text format allows the names and `kind` is one of `KINDS`.
+
+    If the values are only `logged`, the names may have blanks and signs, but nothing that breaks a line.
+    """
     if kind not in KINDS:
         raise ValueError(f"its type is {kind!r}, expected one of {KINDS}")
+    if logged:
+        wrong = [text for text in (name, *labels) if not (text and text.isprintable())]
+        if wrong:
+            raise ValueError(f"names must have printable characters only: {wrong}")
+        return
     wrong = [label for label in labels if not _LABEL_NAME.fullmatch(label)]
     if wrong or not _METRIC_NAME.fullmatch(name):
         raise ValueError(f"Prometheus allows letters, digits and _ in names only: {wrong or name!r}")

@@ -12,8 +12,8 @@ from typing import NamedTuple, TypeAlias
 from torchere.handlers.metrics import MetricSample
 from torchere.serving.config.server_settings import MetricsMode
 from torchere.serving.telemetry.catalogue import Families, Family, check_names, updater
-from torchere.serving.telemetry.declared import HOSTNAME, OWN_PREFIX, DeclaredMetric
-from torchere.serving.telemetry.torchserve import MODEL_LOGGER, is_logged, log_value
+from torchere.serving.telemetry.declared import HOSTNAME, OWN_PREFIX, DeclaredMetric, is_logged
+from torchere.serving.telemetry.torchserve import MODEL_LOGGER, log_value
 
 logger = logging.getLogger(__name__)
 

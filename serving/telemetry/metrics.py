@@ -52,7 +52,7 @@ class Metrics:
 
     Args:
         hostname: the label value of most metrics; None: the name of this machine.
-        mode: decides which metrics are exposed and which are logged (see `torchserve.is_logged`).
+        mode: decides which metrics are exposed and which are logged (see `declared.is_logged`).
         config: the declared metrics of TorchServe and of handlers; None: the declarations of the built-in
             file.
         auto_detect: whether metrics of handlers that `config` does not declare are recorded.

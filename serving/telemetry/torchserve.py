@@ -17,14 +17,11 @@ from prometheus_client import Metric
 from torchere.serving.config.server_settings import MetricsMode
 from torchere.serving.logs.files import AccessFormatter, RotatingFile
 from torchere.serving.telemetry.catalogue import Families, Family, help_text, updater
-from torchere.serving.telemetry.declared import DeclaredMetric
+from torchere.serving.telemetry.declared import LATENCY, QUEUE_LATENCY, REQUESTS, DeclaredMetric, is_logged
 from torchere.serving.telemetry.exposition import java_double
 from torchere.serving.telemetry.numbers import Listener, Predicted, ServerNumbers, Tally, VersionNumbers
 
 DEFAULT_VERSION = "default"  # label value of requests without a version
-REQUESTS = "ts_inference_requests_total"
-LATENCY = "ts_inference_latency_microseconds"
-QUEUE_LATENCY = "ts_queue_latency_microseconds"
 QUEUE_TIME = "QueueTime"
 THREAD_TIME = "WorkerThreadTime"
 ANSWERS = {2: "Requests2XX", 4: "Requests4XX", 5: "Requests5XX"}  # first digit of the status -> metric
@@ -69,15 +66,6 @@ def families(declared: Iterable[DeclaredMetric], samples: Samples, hostname: str
 
 def _labels(version: VersionNumbers, named: bool) -> tuple[str, str]:
     return version.model, version.version if named else DEFAULT_VERSION
-
-
-# The metrics that `metrics_mode=legacy` exposes; it logs all others. `log` exposes none and logs all.
-LEGACY_METRICS = frozenset({REQUESTS, LATENCY, QUEUE_LATENCY})
-
-
-def is_logged(name: str, mode: MetricsMode) -> bool:
-    """Return whether updates of a metric are logged; otherwise the metrics endpoint exposes it."""
-    return mode == "log" or (mode == "legacy" and name not in LEGACY_METRICS)
 
 
 class ServerMetrics(Listener):

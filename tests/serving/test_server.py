@@ -50,6 +50,16 @@ def test_a_start_on_ports_that_are_taken_leaves_the_keys_of_the_server_there(tmp
     assert (tmp_path / "key_file.json").read_text() == "the running server's"
 
 
+def test_a_metric_that_can_not_be_declared_is_named_in_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "metrics.yaml"
+    file.write_text("model_metrics: {gauge: [{name: a b, unit: n, dimensions: []}]}")
+    Server(settings_of(tmp_path, metrics_config=file))
+    assert "a metric that metrics_config declares is dropped: a b: Prometheus allows" in caplog.text
+    assert "Failed to load" not in caplog.text
+
+
 def test_a_start_that_fails_waits_for_no_load_balancer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

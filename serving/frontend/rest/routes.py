@@ -44,10 +44,10 @@ from torchere.serving.frontend.rest.wire import accepts_gzip, deflate
 from torchere.serving.frontend.rest.workflows import workflow_predictions, workflow_routes
 from torchere.serving.frontend.services import Services
 from torchere.serving.telemetry import exposition as openmetrics_format
+from torchere.serving.telemetry.declared import LEGACY_METRICS
 from torchere.serving.telemetry.exposition import wants_openmetrics
 from torchere.serving.telemetry.metrics import Metrics
 from torchere.serving.telemetry.scrape import Exposure
-from torchere.serving.telemetry.torchserve import LEGACY_METRICS
 
 METRICS_CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 

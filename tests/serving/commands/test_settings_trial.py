@@ -177,6 +177,17 @@ def test_what_works_or_may_be_in_an_archive_has_no_remark(capsys: pytest.Capture
         assert "0 errors, 0 warnings" in report
 
 
+@pytest.mark.parametrize(("mode", "warnings"), [("prometheus", 1), ("log", 0)])
+def test_metrics_that_are_dropped_are_named(
+    mode: str, warnings: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    entries = "{name: a b, unit: n, dimensions: []}, {name: A, unit: n, dimensions: [x y]}"
+    Path("m.yaml").write_text(f"model_metrics: {{gauge: [{entries}, {{name: G, unit: n, dimensions: []}}]}}")
+    status, report = checked(f"metrics_config=m.yaml\nmetrics_mode={mode}\n", capsys)
+    assert (status, f"0 errors, {warnings} warning" in report) == (0, True), report
+    assert ("metrics of m.yaml are dropped: a b: Prom" in report and "; A: " in report) is bool(warnings)
+
+
 def test_a_migration_is_unsupported_where_a_file_can_not_be_used(capsys: pytest.CaptureFixture[str]) -> None:
     Path("c.properties").write_text("model_store=/elsewhere\nmetrics_config=broken.yaml\n")
     (Path("store") / "junk.mar").unlink()

@@ -59,7 +59,6 @@ def test_the_server_may_have_no_metric_at_all():
         (f"ts_metrics: {{}}\nmore: 1\n{MODEL}", MetricsCacheKeyError, "unknown ['more']"),
         (f"ts_metrics: 3\n{MODEL}", MetricsCacheTypeError, "ts_metrics is int"),
         (f"ts_metrics: {{gauge: 3}}\n{MODEL}", MetricsCacheTypeError, "ts_metrics.gauge is int"),
-        (f"ts_metrics: {{gauge: [3]}}\n{MODEL}", MetricsCacheTypeError, "ts_metrics.gauge: found int"),
         (f"ts_metrics: {{summary: []}}\n{MODEL}", MetricsCacheKeyError, "unknown type 'summary'"),
     ],
 )
@@ -70,34 +69,72 @@ def test_a_file_of_another_shape_is_refused_by_name(text, error, says):
 
 
 @pytest.mark.parametrize(
-    ("entry", "error", "says"),
+    ("entry", "says"),
     [
-        ("{name: A, unit: ms}", MetricsCacheKeyError, "A lacks dimensions"),
-        ("{unit: ms}", MetricsCacheKeyError, "a metric lacks name, dimensions"),
-        ("{name: 1, unit: ms, dimensions: []}", MetricsCacheTypeError, "name 1"),
-        ("{name: A, unit: 1, dimensions: []}", MetricsCacheTypeError, "unit 1"),
-        ('{name: A, unit: "\\ud800", dimensions: []}', MetricsCacheTypeError, r"unit '\ud800'"),
-        ("{name: A, unit: ms, dimensions: [1]}", MetricsCacheTypeError, "dimensions of A"),
-        ("{name: bad name, unit: ms, dimensions: []}", MetricsCacheValueError, "bad name"),
-        ("{name: A, unit: ms, dimensions: [bad label]}", MetricsCacheValueError, "bad label"),
-        ("{name: A, unit: ms, dimensions: [x, x]}", MetricsCacheValueError, "twice"),
-        ("{name: torchere_x, unit: ms, dimensions: []}", MetricsCacheValueError, "taken"),
-        ("{name: process_open_fds, unit: ms, dimensions: []}", MetricsCacheValueError, "process_open_fds"),
-        ("{name: process_cpu_seconds, unit: ms, dimensions: []}", MetricsCacheValueError, "cpu_seconds"),
-        ("{name: G, unit: ms, dimensions: []}", MetricsCacheValueError, "G"),
-        ("{name: QueueTime, unit: ms, dimensions: [Level]}", MetricsCacheValueError, "as many as in"),
+        ("3", "ts_metrics.gauge: found int"),
+        ("{name: A, unit: ms}", "A lacks dimensions"),
+        ("{unit: ms}", "a metric lacks name, dimensions"),
+        ("{name: 1, unit: ms, dimensions: []}", "name 1"),
+        ("{name: A, unit: 1, dimensions: []}", "unit 1"),
+        ('{name: A, unit: "\\ud800", dimensions: []}', r"unit '\ud800'"),
+        ("{name: A, unit: ms, dimensions: [1]}", "dimensions of A"),
+        ("{name: bad name, unit: ms, dimensions: []}", "bad name"),
+        ("{name: A, unit: ms, dimensions: [bad label]}", "bad label"),
+        ("{name: A, unit: ms, dimensions: [x, x]}", "twice"),
+        ("{name: torchere_x, unit: ms, dimensions: []}", "taken"),
+        ("{name: process_open_fds, unit: ms, dimensions: []}", "process_open_fds"),
+        ("{name: process_cpu_seconds, unit: ms, dimensions: []}", "cpu_seconds"),
+        ("{name: Good, unit: ms, dimensions: []}", "Good is declared twice"),
+        ("{name: QueueTime, unit: ms, dimensions: [Level]}", "as many as in"),
     ],
 )
-def test_an_entry_that_is_wrong_is_refused_with_what_is_wrong(entry, error, says):
-    with pytest.raises(error) as caught:
-        parse_metrics_config(f"ts_metrics: {{gauge: [{entry}]}}\n{MODEL}")
-    assert says in str(caught.value)
+def test_an_entry_that_is_wrong_is_dropped_with_what_is_wrong_and_costs_no_other(entry, says):
+    good = "{name: Good, unit: ms, dimensions: []}"
+    config = parse_metrics_config(f"ts_metrics: {{gauge: [{good}, {entry}]}}\n{MODEL}")
+    assert (config.server.keys(), config.model.keys()) == ({"Good"}, {"G"})
+    (cause,) = config.dropped
+    assert says in cause
 
 
-def test_a_metric_can_not_be_declared_twice():
-    entry = "{name: A, unit: ms, dimensions: []}"
-    with pytest.raises(MetricsCacheValueError, match="A is declared twice"):
-        parse_metrics_config(f"ts_metrics: {{gauge: [{entry}], counter: [{entry}]}}\n{MODEL}")
+def test_of_a_name_in_both_sections_the_servers_metric_is_exposed():
+    config = parse_metrics_config("ts_metrics: {counter: [{name: G, unit: n, dimensions: []}]}\n" + MODEL)
+    assert (config.server["G"].kind, config.model) == ("counter", {})
+    assert config.dropped[0].startswith("G: ")
+
+
+LOGGED = """
+ts_metrics:
+  gauge:
+    - {name: G, unit: ms, dimensions: [x, x]}
+    - {name: my metric, unit: ms, dimensions: [a label]}
+    - {name: QueueTime, unit: ms, dimensions: [Level]}
+    - {name: process_open_fds, unit: ms, dimensions: []}
+"""
+
+
+def test_metrics_that_are_only_logged_need_no_names_of_prometheus():
+    names = {"G", "my metric", "QueueTime", "process_open_fds"}
+    for mode in ("log", "legacy"):
+        config = parse_metrics_config(
+            LOGGED + MODEL.replace("[{", "[{name: a-b, unit: n, dimensions: []}, {"), mode
+        )
+        assert (config.server.keys(), config.model.keys()) == (names, {"a-b", "G"})
+        assert config.dropped == ()
+    assert len(parse_metrics_config(LOGGED + MODEL).dropped) == 4
+
+
+def test_what_legacy_mode_exposes_needs_the_names_of_prometheus():
+    entry = "{name: ts_queue_latency_microseconds, unit: ms, dimensions: [a label, b, c]}"
+    config = parse_metrics_config(f"ts_metrics: {{counter: [{entry}]}}\n{MODEL}", "legacy")
+    assert (config.server, len(config.dropped)) == ({}, 1)
+
+
+@pytest.mark.parametrize("name", ["", "a\\nb", "a\\x1bb", "a\\u2028b"])
+def test_a_name_that_would_break_a_line_of_the_log_is_dropped(name):
+    entry = f'{{name: "{name}", unit: ms, dimensions: []}}'
+    config = parse_metrics_config(f"ts_metrics: {{gauge: [{entry}]}}\n{MODEL}", "log")
+    assert (config.server, config.model.keys()) == ({}, {"G"})
+    assert "printable" in config.dropped[0]
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path):

@@ -170,6 +170,16 @@ def test_in_log_mode_a_new_name_is_logged_with_auto_detection(files):
     ]
 
 
+def test_in_log_mode_one_name_may_be_of_the_server_and_of_handlers(files):
+    text = "ts_metrics: {gauge: [{name: Words, unit: n, dimensions: [Level, Hostname]}]}\n"
+    text += "model_metrics: {counter: [{name: Words, unit: count, dimensions: [ModelName, Level]}]}"
+    metrics = Metrics("vm", mode="log", config=parse_metrics_config(text, "log"))
+    metrics.handler_metrics([reported("Words", 2.0)])
+    assert logged(files, "model_metrics.log") == [
+        "Words.count:2.0|#ModelName:m,Level:Model|#hostname:vm,requestID:r1,r2,timestamp:0"
+    ]
+
+
 def test_lines_are_written_whatever_the_servers_log_level_is(files):
     logging.getLogger().setLevel(logging.WARNING)
     Metrics("vm", mode="log").request_finished(404)
