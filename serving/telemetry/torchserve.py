@@ -111,7 +111,8 @@ class ServerMetrics(Listener):
             return
         metric, family = self._declared[name], self._families.get(name)
         if family is None:
-            named = zip(metric.labels, labels, strict=False)  # the log line ends with the host
+            # Without the last label, the host's, with which the line ends. Samples may have other labels.
+            named = zip(metric.labels[:-1], labels, strict=False)
             log_value(SERVER_LOGGER, metric, value, named, hostname=self._hostname)
         else:
             updater(family.labels(*labels, self._hostname))(value)

@@ -7,6 +7,7 @@ import pytest
 
 from torchere.handlers.metrics import MetricSample
 from torchere.serving.batching.request import Request
+from torchere.serving.telemetry.catalogue import Families
 from torchere.serving.telemetry.declared import (
     DeclaredMetric,
     MetricsConfig,
@@ -14,7 +15,13 @@ from torchere.serving.telemetry.declared import (
     parse_metrics_config,
 )
 from torchere.serving.telemetry.metrics import Metrics
-from torchere.serving.telemetry.torchserve import close_metric_files, log_value, open_metric_files
+from torchere.serving.telemetry.numbers import ServerNumbers
+from torchere.serving.telemetry.torchserve import (
+    ServerMetrics,
+    close_metric_files,
+    log_value,
+    open_metric_files,
+)
 
 FILE = """
 ts_metrics:
@@ -178,6 +185,16 @@ def test_in_log_mode_one_name_may_be_of_the_server_and_of_handlers(files):
     assert logged(files, "model_metrics.log") == [
         "Words.count:2.0|#ModelName:m,Level:Model|#hostname:vm,requestID:r1,r2,timestamp:0"
     ]
+
+
+@pytest.mark.parametrize("labels", ["[hostname]", "[Level]", "[]"])
+def test_the_last_label_of_the_servers_metrics_is_the_host_and_takes_no_other_value(files, labels):
+    text = f"ts_metrics: {{gauge: [{{name: OpenSessions, unit: Count, dimensions: {labels}}}]}}\n"
+    text += "model_metrics: {gauge: [{name: G, unit: ms, dimensions: []}]}"
+    declared = parse_metrics_config(text, "log").server
+    server = ServerMetrics(declared, Families(), "vm", "log", numbers=ServerNumbers())
+    server.update("OpenSessions", 2.0, "Host")
+    assert logged(files, "ts_metrics.log") == ["OpenSessions.Count:2.0|#|#hostname:vm,timestamp:0"]
 
 
 def test_lines_are_written_whatever_the_servers_log_level_is(files):
