@@ -208,7 +208,7 @@ class HandlerMetrics:
         names = [name for name, _ in sample.dimensions]
         _check_texts("its name, its unit or the name of a label", [sample.name, sample.unit, *names])
         labels = (*(name for name in dict(sample.dimensions) if name != HOSTNAME), HOSTNAME)
-        check_names(sample.metric_type, sample.name, labels)
+        check_names(sample.metric_type, sample.name, labels, logged=is_logged(sample.name, self._mode))
         if sample.name.startswith(OWN_PREFIX):
             raise ValueError(f"names that begin with {OWN_PREFIX} are taken")
         known = self._declare(DeclaredMetric(sample.name, sample.metric_type, sample.unit, labels), model)

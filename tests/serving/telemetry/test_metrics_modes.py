@@ -187,6 +187,25 @@ def test_in_log_mode_one_name_may_be_of_the_server_and_of_handlers(files):
     ]
 
 
+@pytest.mark.parametrize("mode", ["log", "legacy"])
+def test_a_name_that_is_only_logged_may_have_blanks(files, mode):
+    metrics = Metrics("vm", mode=mode, config=built_in_config(), auto_detect=True)
+    metrics.handler_metrics([reported("Transform Fn", 2.0, dimensions=(("a label", "x"),))])
+    assert logged(files, "model_metrics.log") == [
+        "Transform Fn.Count:2.0|#a label:x|#hostname:vm,requestID:r1,r2,timestamp:0"
+    ]
+
+
+@pytest.mark.parametrize(
+    "name", ["a\nb.Count:1.0|#|#hostname:vm,timestamp:1", "a\r", "\x1b[2K", "a\u2028b", ""]
+)
+def test_a_name_that_would_break_a_line_of_the_log_is_dropped(files, caplog, name):
+    metrics = Metrics("vm", mode="log", auto_detect=True)
+    metrics.handler_metrics([reported(name), reported("Words", dimensions=((name, "x"),))])
+    assert logged(files, "model_metrics.log") == []
+    assert caplog.text.count("names must have printable characters only") == 2
+
+
 @pytest.mark.parametrize("labels", ["[hostname]", "[Level]", "[]"])
 def test_the_last_label_of_the_servers_metrics_is_the_host_and_takes_no_other_value(files, labels):
     text = f"ts_metrics: {{gauge: [{{name: OpenSessions, unit: Count, dimensions: {labels}}}]}}\n"
