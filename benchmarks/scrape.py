@@ -5,8 +5,9 @@
 A server of this tree (and one of another, with `--old`) has the numbers of many used models, without their
 workers: its predictions are answered at once, so all that is measured is the event loop. The servers have
 their turns in an order that changes with each round: first quiet, then under back-to-back scrapes, as
-Prometheus asks for them (OpenMetrics, gzip accepted). Printed are medians over the rounds: p50 and p99 of
-predictions of one client, the scrape's time, bytes on the wire, and the server's processor time for it.
+Prometheus asks for them (it prefers OpenMetrics, and accepts gzip). Printed are medians over the rounds: p50
+and p99 of predictions of one client, the scrape's time, bytes on the wire, and the server's processor time
+for it.
 """
 
 from __future__ import annotations

@@ -175,7 +175,8 @@ def _escaped_help(text: str) -> str:
 
 # Metrics as OpenMetrics text 1.0, which can contain exemplars, for scrapers that request it. Pure functions.
 # OpenMetrics requires counter names to end in `_total`. TorchServe's do not, and Prometheus, which requests
-# this format by default, must find them under their names. So such a counter is rendered as a gauge.
+# this format by default, must find them under their names. So such a counter is rendered as a gauge. To
+# Datadog's agent and Google's collector a gauge is another metric, so this format must be worth it.
 # KServe's queue proxy forwards the `Accept` header of Prometheus, but parses the response as the classic text
 # format, up to the first line that is invalid in it. The type `unknown` and exemplars make such lines, so
 # families with exemplars are rendered last.
@@ -185,18 +186,24 @@ _MEDIA_TYPE = "application/openmetrics-text"
 _VERSIONS = ("1.0.0", "0.0.1", "")  # versions that a client may request; the output is valid in all of them
 
 
-def wants_openmetrics(accept: str) -> bool:
-    """Return whether an `Accept` header prefers OpenMetrics to the classic text format, the default."""
-    openmetrics, plain = 0.0, 0.0
+def wants_openmetrics(accept: str, *, has_exemplars: bool) -> bool:
+    """Return whether to answer an `Accept` header in OpenMetrics, not in the classic text format.
+
+    The header must prefer it. If it names plain text as well, `has_exemplars` must say that OpenMetrics has
+    more to offer: otherwise scrapers that read both would take TorchServe's counters for gauges in vain.
+    """
+    openmetrics, plain, others = 0.0, 0.0, 0.0
     for choice in accept.split(","):
         kind, *parameters = (part.strip() for part in choice.split(";"))
         given = dict(parameter.partition("=")[::2] for parameter in parameters)
         weight = _weight(given.get("q", "1"))
         if kind.lower() == _MEDIA_TYPE and given.get("version", "").strip('"') in _VERSIONS:
             openmetrics = max(openmetrics, weight)
-        elif kind.lower() in ("text/plain", "text/*", "*/*"):
+        elif kind.lower() in ("text/plain", "text/*"):
             plain = max(plain, weight)
-    return openmetrics > 0 and openmetrics >= plain
+        elif kind == "*/*":
+            others = max(others, weight)
+    return openmetrics > 0 and openmetrics >= max(plain, others) and (has_exemplars or not plain)
 
 
 def _weight(text: str) -> float:

@@ -173,12 +173,14 @@ def _metrics_routes(metrics: Metrics, mode: MetricsMode) -> list[Route]:
     turns = asyncio.Lock()  # so that scrapes together use one thread at most
 
     async def expose(request: Request) -> Response:
+        # Not whether there are exemplars by now: a client's `traceparent` must not change the format.
+        has_exemplars = metrics.tracing is not None and mode == "prometheus"
         names = frozenset(request.query_params.getlist("name[]"))
         if mode == "legacy":
             names = names & LEGACY_METRICS if names else LEGACY_METRICS
         if mode == "log" or (mode == "legacy" and not names):
             return Response("", headers={"content-type": METRICS_CONTENT_TYPE})
-        openmetrics = wants_openmetrics(request.headers.get("accept", ""))
+        openmetrics = wants_openmetrics(request.headers.get("accept", ""), has_exemplars=has_exemplars)
         zipped = accepts_gzip(request.headers.get("accept-encoding", ""))
         async with turns:
             if await request.is_disconnected():

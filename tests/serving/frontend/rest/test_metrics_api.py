@@ -21,24 +21,46 @@ def test_the_metrics_are_text(ask, method, target):
     assert b'Requests2XX{Level="Host",Hostname="host",} ' in answer.body
 
 
+DATADOG = (
+    "application/openmetrics-text;version=1.0.0,application/openmetrics-text;version=0.0.1;q=0.75,"
+    "text/plain;version=0.0.4;q=0.5,*/*;q=0.1"
+)
+
+
+@pytest.mark.parametrize("traces", [False, True])
 @pytest.mark.parametrize(
     ("accept", "openmetrics"),
     [
-        ("application/openmetrics-text;version=1.0.0;q=0.5,text/plain;version=0.0.4;q=0.2,*/*;q=0.1", True),
-        ("application/openmetrics-text", True),
-        ("text/plain;version=0.0.4;q=0.5,application/openmetrics-text;version=1.0.0;q=0.2", False),
-        ("application/openmetrics-text;q=0", False),
-        ("application/openmetrics-text;version=9.0.0", False),
-        ("application/openmetrics-text;q=much", False),
-        ("*/*", False),
-        ("", False),
+        (DATADOG, "with traces"),
+        ("application/openmetrics-text,text/*;q=0.2", "with traces"),
+        ("application/openmetrics-text;version=1.0.0;q=0.5,*/*;q=0.1", "always"),
+        ("application/openmetrics-text,text/plain;q=0", "always"),
+        ("application/openmetrics-text", "always"),
+        ("application/openmetrics-text;q=0.5,*/*", "never"),
+        ("text/plain;version=0.0.4;q=0.5,application/openmetrics-text;version=1.0.0;q=0.2", "never"),
+        ("application/openmetrics-text;q=0", "never"),
+        ("application/openmetrics-text;version=9.0.0", "never"),
+        ("application/openmetrics-text;q=much", "never"),
+        ("*/*", "never"),
+        ("", "never"),
     ],
 )
-def test_openmetrics_is_for_those_who_prefer_it(ask, accept, openmetrics):
+def test_openmetrics_is_for_scrapers_that_prefer_it_where_it_has_more_to_say(
+    ask, planes, accept, openmetrics, traces
+):
+    planes.metrics.tracing = object() if traces else None
     answer = ask("metrics", "GET", "/metrics", accept=accept)
-    assert answer.headers["content-type"] == (OPENMETRICS if openmetrics else TYPE)
-    assert answer.body.endswith(b"# EOF\n") is openmetrics
+    expected = openmetrics == "always" or (traces and openmetrics == "with traces")
+    assert answer.headers["content-type"] == (OPENMETRICS if expected else TYPE)
+    assert answer.body.endswith(b"# EOF\n") is expected
     assert b"Requests2XX{" in answer.body  # under this name in both
+
+
+def test_torchserves_counters_are_counters_to_scrapers_that_prefer_openmetrics(ask):
+    text = ask("metrics", "GET", "/metrics", accept=DATADOG).body.decode()
+    names = {"ts_inference_latency_microseconds", "ts_queue_latency_microseconds"}
+    names |= {"Requests2XX", "Requests4XX", "Requests5XX"}
+    assert names == {name for name in names if f"# TYPE {name} counter\n" in text}
 
 
 def test_a_probe_that_says_no_is_no_error_of_the_server(ask, planes):
@@ -93,7 +115,9 @@ def test_in_legacy_mode_there_are_the_three_old_counters(planes, ask_listener):
     app = listener_of(
         frozenset({"metrics"}), planes.data, planes.control, planes.services(metrics_mode="legacy")
     )
-    text = asyncio.run(ask_listener(app, "GET", "/metrics")).body.decode()
+    planes.metrics.tracing = object()  # these three have no exemplars
+    text = asyncio.run(ask_listener(app, "GET", "/metrics", accept=DATADOG)).body.decode()
+    assert "# EOF" not in text
     families = {line.split()[2] for line in text.splitlines() if line.startswith("# TYPE")}
     assert families == {
         "ts_inference_requests_total",
