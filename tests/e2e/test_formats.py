@@ -76,9 +76,9 @@ class Ids(torch.nn.Module):
         return torch.stack([ids * mask, torch.zeros_like(ids)], dim=2).float()
 
 
-def test_openais_clients_get_embeddings_at_the_path_that_they_ask(
-    server: Any, pack: Callable[..., str]
-) -> None:
+@pytest.fixture(scope="module")
+def vectors(server: Any, pack: Callable[..., str]) -> Any:
+    """The server, with `text_embedding` as the model `vectors`."""
     tokenizers = pytest.importorskip("tokenizers", reason="install torchere[tokenizers]")
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({"?": 0, "cats": 2, "sleep": 4}, "?"))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
@@ -93,11 +93,29 @@ def test_openais_clients_get_embeddings_at_the_path_that_they_ask(
     archive = pack("vectors", files, handler="text_embedding", **described)
     reply = server.register(archive, initial_workers=1, synchronous="true")
     assert reply.status == 200, server.log()
+    return server
 
+
+def test_the_openai_client_gets_embeddings(vectors: Any) -> None:
+    openai = pytest.importorskip("openai", reason="openai's parser of JSON has no wheel for Python 3.10")
+    url = f"http://{vectors.rest['inference']}/predictions/vectors/1.0/v1"
+    with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client:
+        answer = client.embeddings.create(model="vectors", input=["cats sleep", "sleep"])
+        assert [one.embedding for one in answer.data] == [[3.0, 0.0], [4.0, 0.0]]
+        assert (answer.model, answer.usage.prompt_tokens) == ("vectors", 3)
+        answer = client.embeddings.create(
+            model="vectors", input="cats", encoding_format="float", dimensions=2
+        )
+        assert answer.data[0].embedding == [2.0, 0.0]
+        with pytest.raises(openai.BadRequestError, match="takes no token ids"):
+            client.embeddings.create(model="vectors", input=[2, 4])
+
+
+def test_openais_requests_are_answered_in_its_form(vectors: Any) -> None:
     def asked(**body: object) -> Any:
         headers = {"content-type": "application/json", "authorization": "Bearer none"}
         path = "/predictions/vectors/1.0/v1/embeddings"
-        return server.call("POST", path, json.dumps(body).encode(), headers=headers)
+        return vectors.call("POST", path, json.dumps(body).encode(), headers=headers)
 
     reply = asked(input=["cats sleep", "sleep"], model="vectors", encoding_format="base64")
     assert (reply.status, reply.headers["content-type"]) == (200, "application/json"), reply.body
