@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import operator
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -26,6 +25,7 @@ from torchere.archiver.models.inputs.run import (
     shapes,
 )
 from torchere.archiver.models.inputs.sizes import FreeSize, Tensors
+from torchere.archiver.models.load.exported_program import make_traceable
 from torchere.archiver.models.load.freezing import frozen
 from torchere.archiver.models.load.module import traceable_lengths
 from torchere.archiver.models.load.source import input_names
@@ -123,7 +123,7 @@ def _traced_or_scripted(
     module: torch.nn.Module, example: Tensors, sizes: Sequence[FreeSize], only_trace: bool, say: Say
 ) -> torch.jit.ScriptModule:
     if isinstance(module, torch.fx.GraphModule):
-        _make_traceable(module)
+        make_traceable(module)
     try:
         made = _frozen(trace(module, example, say, sizes), example)
         with unchanged_buffers(module):  # the trace has the same buffers
@@ -192,31 +192,6 @@ def _raises(part: torch.nn.Module, item: property) -> bool:
 
 def _missing(part: torch.nn.Module) -> None:
     raise AttributeError(f"a property of {type(part).__name__} that can't be read now")
-
-
-def _make_traceable(graph: torch.fx.GraphModule) -> None:
-    """Rewrite the untraceable operations of an exported program's module; its results stay the same.
-
-    The rewrite removes checks of input shapes and reads sizes from the tensors. It calls operators that take
-    sizes through their torch functions, because tracing a direct call would make these sizes constant. Cases
-    that are missed here are found when the packed model is tried with other sizes.
-    """
-    graph._forward_pre_hooks.clear()
-    for node in list(graph.graph.nodes):
-        if node.target is torch.ops.aten.sym_size.int:
-            node.target = torch.Tensor.size
-        elif node.target is torch.ops.aten._assert_scalar.default or (
-            node.op == "call_function" and node.target in (operator.le, operator.ge) and not node.users
-        ):
-            graph.graph.erase_node(node)
-        elif isinstance(node.target, torch._ops.OpOverload) and _takes_sizes(node):
-            name = node.target._schema.name.partition("::")[2]
-            node.target = getattr(torch.Tensor, name, None) or getattr(torch, name, node.target)
-    graph.recompile()
-
-
-def _takes_sizes(node: torch.fx.Node) -> bool:
-    return any(isinstance(item.meta.get("val"), torch.SymInt) for item in node.all_input_nodes)
 
 
 # Advice for models that neither converter supports: the advice for one would only name the other.

@@ -17,6 +17,7 @@ from torch.nn import functional
 from torch.utils import _pytree as pytree
 
 from torchere.archiver.models.fold.convolutions import free_name, is_alike, parameter_at
+from torchere.archiver.models.load.exported_program import make_traceable
 from torchere.archiver.models.measure.difference import answers
 
 _ATEN = torch.ops.aten
@@ -86,7 +87,7 @@ def with_layers(module: nn.Module, example: tuple[torch.Tensor, ...]) -> nn.Modu
         if isinstance(node.target, torch._ops.OpOverload):
             _change(graph, node)
     graph.graph.eliminate_dead_code()
-    graph.recompile()
+    make_traceable(graph)
     with torch.no_grad():
         return graph if is_alike(answers(module, example), graph, example) else module
 

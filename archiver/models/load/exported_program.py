@@ -47,6 +47,42 @@ def unguarded_module(program: ExportedProgram) -> torch.nn.Module:
     return program.module(check_guards=False)
 
 
+def make_traceable(graph: torch.fx.GraphModule) -> None:
+    """Rewrite the untraceable operations of an exported program's module; its results stay the same.
+
+    The rewrite removes checks of input shapes and reads sizes from the tensors. It calls operators that take
+    sizes through their torch functions, because tracing a direct call would make these sizes constant. Cases
+    that are missed here are found when the packed model is tried with other sizes.
+    """
+    graph._forward_pre_hooks.clear()
+    for node in list(graph.graph.nodes):
+        if node.target is torch.ops.aten.sym_size.int:
+            _call_method(node, "size")
+        elif node.target is torch.ops.aten._assert_scalar.default or (
+            node.op == "call_function" and node.target in (operator.le, operator.ge) and not node.users
+        ):
+            graph.graph.erase_node(node)
+        elif isinstance(node.target, torch._ops.OpOverload) and _takes_sizes(node):
+            name = node.target._schema.name.partition("::")[2]
+            if hasattr(torch.Tensor, name):
+                _call_method(node, name)
+            else:
+                node.target = getattr(torch, name, node.target)
+    graph.recompile()
+
+
+def _call_method(node: torch.fx.Node, name: str) -> None:
+    with node.graph.inserting_before(node):
+        made = node.graph.call_method(name, node.args, node.kwargs)
+    made.meta = dict(node.meta)
+    node.replace_all_uses_with(made)
+    node.graph.erase_node(node)
+
+
+def _takes_sizes(node: torch.fx.Node) -> bool:
+    return any(isinstance(item.meta.get("val"), torch.SymInt) for item in node.all_input_nodes)
+
+
 def _spec(program: ExportedProgram) -> Any:
     """Return the structure of `(args, kwargs)` as JSON, because its accessors differ by torch version."""
     return json.loads(pytree.treespec_dumps(program.call_spec.in_spec))
