@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -89,3 +89,9 @@ def _shown(entry: str) -> str:
 def one_line(text: str) -> str:
     """Return the text with line breaks and other unprintable characters escaped."""
     return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
+
+
+def first_names(names: Sequence[str]) -> str:
+    """Return the first five names in one line, each cut to 80 characters, with the number of the others."""
+    shown = ", ".join(ascii(name)[1:-1][:80] for name in names[:5])
+    return shown if len(names) <= 5 else f"{shown} and {len(names) - 5} more"

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from torchere.archiver.container.entries import MANIFEST_NAME, ArchiveLimits, Chunks, Entry
-from torchere.archiver.errors import ArchiveError, one_line
+from torchere.archiver.errors import ArchiveError, first_names, one_line
 from torchere.archiver.manifest import EPOCH_S, created_on
 from torchere.archiver.reader import Archive, open_archive
 from torchere.archiver.request import BUILT_IN_HANDLERS, handler_files
@@ -30,7 +30,10 @@ _MAX_ALIGNMENT = 4096  # bytes: a memory page; a larger alignment makes no diffe
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """One inspected archive. `digests_verified` is None when the manifest has no digests."""
+    """One inspected archive.
+
+    `digests_verified` is None when the manifest has no digests, and False when `archive.changed` has names.
+    """
 
     archive: Archive
     manifest: dict[str, Any] | None  # of a model or of a workflow
@@ -46,7 +49,8 @@ class Report:
             "kind": self.archive.kind,
             "manifest": self.manifest,
             "entries": [_entry_members(entry) for entry in self.archive.entries],
-            "digests": "not present" if self.digests_verified is None else "verified",
+            "digests": {None: "not present", True: "verified", False: "changed"}[self.digests_verified],
+            "changed": sorted(self.archive.changed),
             "config": self.config_text,
             "weights": [
                 {
@@ -64,7 +68,8 @@ class Report:
     def as_text(self) -> str:
         """Return the report as text; strings from the archive are escaped: they could control a terminal."""
         manifest = "none" if self.manifest is None else json.dumps(self.manifest, indent=2)
-        verified = "not present" if self.digests_verified is None else "verified (sha256)"
+        others = f"changed after packing: {first_names(sorted(self.archive.changed))}"
+        verified = {None: "not present", True: "verified (sha256)", False: others}[self.digests_verified]
         parts = [
             f"{self.archive.path}: {self.archive.kind}",
             "",
@@ -101,7 +106,7 @@ def inspect_archive(path: str | Path, limits: ArchiveLimits | None = None) -> Re
     return Report(
         archive=archive,
         manifest=manifest,
-        digests_verified=None if archive.manifest.digests is None else True,
+        digests_verified=None if archive.manifest.digests is None else not archive.changed,
         config_text=archive.read_text(config) if config and has_config else None,
         weights=tuple(weights),
         code=tuple(_code(archive, manifest or {}, weights)),

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -21,8 +22,10 @@ from torchere.archiver.container.entries import (
 )
 from torchere.archiver.container.tar import TarContainer
 from torchere.archiver.container.zip import ZipContainer
-from torchere.archiver.errors import ArchiveError
+from torchere.archiver.errors import ArchiveError, first_names
 from torchere.archiver.manifest import Manifest
+
+logger = logging.getLogger(__name__)
 
 __all__ = ["Archive", "ArchiveError", "ArchiveLimits", "Entry", "Kind", "open_archive"]
 
@@ -41,7 +44,11 @@ _REPACK = "pack the archive again"
 class Archive:
     """An opened archive, whose names, limits and manifest are checked; contents are checked when read.
 
-    Immutable, holds no file open, may be shared between threads. `entries` lists every file.
+    Holds no file open, may be shared between threads. `entries` lists every file.
+
+    Tools of zip may change an archive after packing, so a file that is not as the manifest's digests say is
+    an error only if the archive was opened `as_packed`. Otherwise its name is added to `changed`: that of a
+    file that is missing or was added when the archive is opened, others when the file is read.
     """
 
     path: Path
@@ -49,6 +56,8 @@ class Archive:
     manifest: Manifest
     has_manifest: bool
     container: Container
+    as_packed: bool = False
+    changed: set[str] = field(default_factory=set, compare=False)
 
     @property
     def entries(self) -> tuple[Entry, ...]:
@@ -70,13 +79,13 @@ class Archive:
         )
 
     def chunks(self) -> Iterator[tuple[Entry, Chunks]]:
-        """Stream every file; each is verified by its digest when its last chunk was read."""
+        """Stream every file; each is compared with its digest when its last chunk was read."""
         with _one_error(self.path):
             for entry, chunks in self.container.walk(lambda _: True):
                 yield entry, self._verified(entry, chunks)
 
     def read_text(self, name: str, max_bytes: int = 2**20) -> str:
-        """Read a UTF-8 file of at most `max_bytes`, verified by its digest.
+        """Read a UTF-8 file of at most `max_bytes`, compared with its digest.
 
         Raises:
             ArchiveError: The file is missing, larger, damaged or not UTF-8.
@@ -87,7 +96,7 @@ class Archive:
             raise ArchiveError(self.path, "the text is not UTF-8", "save it as UTF-8", entry=name) from error
 
     def read_bytes(self, name: str, max_bytes: int) -> bytes:
-        """Read a file of at most `max_bytes`, verified by its digest.
+        """Read a file of at most `max_bytes`, compared with its digest.
 
         Raises:
             ArchiveError: The file is missing, larger or damaged.
@@ -104,10 +113,12 @@ class Archive:
         """Unpack everything into `target`, a new directory, and return it.
 
         The directory appears only when all files are unpacked and verified; after a failure it does not
-        exist. Files get their modes from the umask, never from the archive.
+        exist. Files get their modes from the umask, never from the archive. The log has a warning with the
+        names of the files that are not as they were packed.
 
         Raises:
-            ArchiveError: `target` exists, the archive is damaged or changed, or the disk is full.
+            ArchiveError: `target` exists, the archive is damaged, or the disk is full; it was changed, and
+                is opened `as_packed`.
         """
         folder = Path(target)
         with _one_error(self.path), staged(folder) as work:
@@ -122,10 +133,19 @@ class Archive:
                 reason = f"{error.strerror or error}: {total} bytes of {self.path} can't be unpacked there"
                 advice = "free space, or name a folder on a larger disk in TEMP, or TMPDIR"
                 raise ArchiveError(folder.parent, reason, advice) from error
+        if self.changed:
+            logger.warning(
+                "%s was changed after packing, and is used as it is: its manifest has other digests for %s",
+                self.path,
+                first_names(sorted(self.changed)),
+            )
         return folder
 
     def verify(self) -> None:
-        """Read everything once and check sizes, CRCs and digests; raise ArchiveError at the first error."""
+        """Read everything once and check sizes, CRCs and digests; raise ArchiveError at the first error.
+
+        `changed` is complete then.
+        """
         for _, chunks in self.chunks():
             for _ in chunks:
                 pass
@@ -140,11 +160,34 @@ class Archive:
                 yield chunk
         if expected is not None and f"sha256:{found.hexdigest()}" != expected:
             reason = f"the SHA-256 is {found.hexdigest()}, not the one in the manifest"
-            raise ArchiveError(self.path, reason, "do not use it; pack or fetch it again", entry=entry.name)
+            self._note(entry.name, reason, "do not use it; pack or fetch it again")
+
+    def compare_names(self) -> None:
+        """Find files that are missing or were added since the manifest's digests, if any, were recorded."""
+        if self.manifest.digests is None:
+            return
+        present = {entry.name for entry in self.entries} - {MANIFEST_NAME}
+        unlisted = {FOLDER_SIGNATURE} if self.kind == "directory" else set()
+        for name in sorted(present - self.manifest.digests.keys() - unlisted):
+            reason = "it is not in the manifest's list of digests"
+            self._note(name, reason, "something was added later; " + _REPACK)
+        for name in sorted(self.manifest.digests.keys() - present):
+            reason = "it is missing, but the manifest has its digest"
+            self._note(name, reason, "something was taken out; " + _REPACK)
+
+    def _note(self, name: str, reason: str, advice: str) -> None:
+        """Add the name to `changed`, or raise ArchiveError if the archive was opened `as_packed`."""
+        if self.as_packed:
+            raise ArchiveError(self.path, reason, advice, entry=name)
+        self.changed.add(name)
 
 
-def open_archive(path: str | Path, limits: ArchiveLimits | None = None) -> Archive:
+def open_archive(
+    path: str | Path, limits: ArchiveLimits | None = None, *, as_packed: bool = False
+) -> Archive:
     """Open a `.mar`, a `.tar.gz` or a directory; the first bytes decide the kind, not the name.
+
+    With `as_packed`, an archive that was changed after packing is refused, here or when its files are read.
 
     Raises:
         ArchiveError: The path does not exist, or the archive can't be used. See `ArchiveLimits` for the
@@ -161,8 +204,8 @@ def open_archive(path: str | Path, limits: ArchiveLimits | None = None) -> Archi
         if not any(entry.name == MANIFEST_NAME for entry in bare.entries):
             return bare
         text = bare.read_text(MANIFEST_NAME, limits.max_manifest_bytes)
-    archive = Archive(place, kind, Manifest.parse(text, str(place)), True, container)
-    _check_digest_list(archive)
+    archive = Archive(place, kind, Manifest.parse(text, str(place)), True, container, as_packed)
+    archive.compare_names()
     return archive
 
 
@@ -184,20 +227,6 @@ def _kind_of(path: Path) -> Kind:
         return "tgz"
     what = f"begins with {first.hex(' ')}" if first else "is empty"
     raise ArchiveError(path, f"the file {what}, which is neither zip nor gzip", "name a .mar or a .tar.gz")
-
-
-def _check_digest_list(archive: Archive) -> None:
-    """Raise ArchiveError unless the recorded digests, if any, are of exactly the files in the archive."""
-    if archive.manifest.digests is None:
-        return
-    present = {entry.name for entry in archive.entries} - {MANIFEST_NAME}
-    unlisted = {FOLDER_SIGNATURE} if archive.kind == "directory" else set()
-    if extra := sorted(present - archive.manifest.digests.keys() - unlisted):
-        reason = "it is not in the manifest's list of digests"
-        raise ArchiveError(archive.path, reason, "something was added later; " + _REPACK, entry=extra[0])
-    if missing := sorted(archive.manifest.digests.keys() - present):
-        reason = "it is missing, but the manifest has its digest"
-        raise ArchiveError(archive.path, reason, "something was taken out; " + _REPACK, entry=missing[0])
 
 
 @contextmanager

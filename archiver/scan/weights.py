@@ -15,6 +15,7 @@ from typing import BinaryIO
 
 from torchere.archiver.container.entries import open_regular
 from torchere.archiver.container.zip import Malformed, read_central, read_directory
+from torchere.archiver.errors import first_names
 from torchere.archiver.scan import UnsafeModel
 from torchere.archiver.scan.exported_program import OLD_PROGRAM, check_program
 from torchere.archiver.scan.pickles import MAX_PICKLE_BYTES, foreign_names_in, is_pickle
@@ -153,13 +154,8 @@ def _native(records: Iterable[str]) -> str:
 def _pickle(name: str, kind: str, file: BinaryIO) -> Weights:
     foreign = foreign_names_in(file, _size(file))
     if foreign:
-        return Weights(name, kind, True, f"{_PICKLE_RISK}; it imports {_listed(foreign)}", foreign)
+        return Weights(name, kind, True, f"{_PICKLE_RISK}; it imports {first_names(foreign)}", foreign)
     return Weights(name, kind, True, _PICKLE_RISK)
-
-
-def _listed(names: tuple[str, ...]) -> str:
-    shown = ", ".join(ascii(name)[1:-1][:80] for name in names[:5])
-    return shown if len(names) <= 5 else f"{shown} and {len(names) - 5} more"
 
 
 def _size(file: BinaryIO) -> int:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from torchere.archiver.errors import ArchiveError
+from torchere.archiver.errors import ArchiveError, first_names
 from torchere.archiver.manifest import Manifest
 from torchere.archiver.reader import Archive, open_archive
 from torchere.handlers.built_in import BUILT_IN_HANDLERS, CPP_ADVICE, CPP_HANDLERS, HOMES
@@ -63,7 +63,8 @@ def _identity(archive: Archive) -> str:
     if not archive.has_manifest:
         return f"{archive.kind} without a manifest: version 1.0, named after the file or by the registration"
     manifest = archive.manifest
-    return f"{archive.kind}, model {manifest.model_name}, version {manifest.model_version}"
+    changed = f"; changed after packing: {first_names(sorted(archive.changed))}" if archive.changed else ""
+    return f"{archive.kind}, model {manifest.model_name}, version {manifest.model_version}{changed}"
 
 
 def _contents(archive: Archive, settings: ServerSettings) -> Iterator[_Found]:

@@ -128,7 +128,7 @@ def _verify(options: argparse.Namespace) -> int:
 
 def _opened(path: Path) -> Archive:
     try:
-        return open_archive(path)
+        return open_archive(path, as_packed=True)
     except ArchiveError as err:
         raise InvalidArchive("The archive can't be used:", str(err)) from err
 

@@ -188,13 +188,14 @@ class Store:
         Raises:
             ModelNotFound: no archive of that name is in the store.
             DownloadFailed: `url` is a remote URL, not a file in the store; call `download` first.
-            InvalidArchive: the archive exists and is corrupt.
+            InvalidArchive: the archive exists and is corrupt; or signatures are required, and it was changed
+                after packing.
             UntrustedArchive: its signature is required, and missing, invalid or not trusted.
             ServingError: writing the verified copy to the disk failed, or a trusted key is unusable.
         """
         path = self._archives.find(url, trusted)
         try:
-            original = open_archive(path, self._limits)
+            original = open_archive(path, self._limits, as_packed=self._trust is not None)
         except ArchiveError as err:
             raise _invalid(err) from err
         if self._trust is None:

@@ -259,7 +259,7 @@ def verified_copy(
     """Copy an archive to an empty folder and verify the signature; return the open copy and its signer.
 
     Args:
-        original: the archive; its signature is beside it, or in it if it is a folder.
+        original: the archive, opened `as_packed`; its signature is beside it, or in it if it is a folder.
         limits: the limits of the archive.
         trust: the trusted signers.
         folder: only this process may write to it. The caller deletes it, also after an error.
@@ -278,7 +278,7 @@ def verified_copy(
         (copy / FOLDER_SIGNATURE).unlink(missing_ok=True)
     else:
         _copy_file(original.path, copy)
-    archive = open_archive(copy, limits)
+    archive = open_archive(copy, limits, as_packed=True)
     used = {entry.name for entry in archive.entries}
     return archive, trust.verify(copy, signature, used, folder / "signature")
 

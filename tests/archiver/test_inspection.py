@@ -168,11 +168,21 @@ def test_files_that_are_named_but_missing_are_said_to_be(tmp_path: Path) -> None
     assert report.config_text is None
 
 
-def test_a_damaged_archive_has_no_report(request_for: Any, tmp_path: Path) -> None:
+def test_a_damaged_archive_has_no_report(request_for: Any) -> None:
+    path = write_archive(request_for(archive_format="zip-store"))
+    path.write_bytes(path.read_bytes().replace(b"def handle", b"def hundle"))
+    with pytest.raises(ArchiveError, match="CRC"):
+        inspect_archive(path)
+
+
+def test_a_changed_archive_is_reported_with_the_files(request_for: Any, tmp_path: Path) -> None:
     folder = open_archive(write_archive(request_for())).extract(tmp_path / "unpacked")
     (folder / "model.pt").write_bytes(b"other")
-    with pytest.raises(ArchiveError, match="SHA-256"):
-        inspect_archive(folder)
+    (folder / "more.json").write_text("{}")
+    report = inspect_archive(folder)
+    assert "\nDigests: changed after packing: model.pt, more.json\n" in report.as_text()
+    parsed = json.loads(report.as_json())
+    assert (parsed["digests"], parsed["changed"]) == ("changed", ["model.pt", "more.json"])
 
 
 def test_an_archive_can_not_write_the_report_about_itself(request_for: Any, sources: Path) -> None:

@@ -63,25 +63,60 @@ def test_nothing_is_left_when_a_digest_is_wrong(
     folder = made.extract(tmp_path / "unpacked")
     (folder / "model.pt").write_bytes(b"other weights")
     with pytest.raises(ArchiveError, match="SHA-256"):
-        open_archive(folder).extract(tmp_path / "t")
+        open_archive(folder, as_packed=True).extract(tmp_path / "t")
     with pytest.raises(ArchiveError, match=r"model\.pt.*SHA-256"):
-        open_archive(folder).verify()
+        open_archive(folder, as_packed=True).verify()
     assert sorted(os.listdir(tmp_path)) == ["out", "sources", "unpacked"]
 
 
-def test_a_file_added_later_is_refused(request_for: Any) -> None:
+def test_a_file_added_later_is_refused_where_the_archive_has_to_be_as_packed(request_for: Any) -> None:
     path = write_archive(request_for())
     with zipfile.ZipFile(path, "a") as archive:
         archive.writestr("sitecustomize.py", "evil")
     with pytest.raises(ArchiveError, match=r"sitecustomize\.py.*added later"):
-        open_archive(path)
+        open_archive(path, as_packed=True)
 
 
-def test_a_file_taken_out_is_refused(request_for: Any, tmp_path: Path) -> None:
+def test_a_file_taken_out_is_refused_where_the_archive_has_to_be_as_packed(
+    request_for: Any, tmp_path: Path
+) -> None:
     folder = open_archive(write_archive(request_for())).extract(tmp_path / "unpacked")
     (folder / "names.json").unlink()
     with pytest.raises(ArchiveError, match=r"names\.json.*taken out"):
-        open_archive(folder)
+        open_archive(folder, as_packed=True)
+
+
+def test_a_folder_that_was_changed_is_unpacked_as_it_is_with_one_warning(
+    request_for: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = open_archive(write_archive(request_for())).extract(tmp_path / "unpacked")
+    assert caplog.text == ""
+    (folder / "model.pt").write_bytes(b"other weights")
+    (folder / "names.json").unlink()
+    (folder / "models").mkdir()
+    (folder / "models" / "1.bin").write_bytes(b"moved in")
+    archive = open_archive(folder)
+    assert archive.changed == {"models/1.bin", "names.json"}  # the contents of the others are not read yet
+    found = archive.extract(tmp_path / "t")
+    assert (found / "model.pt").read_bytes() == b"other weights"
+    assert (found / "models" / "1.bin").read_bytes() == b"moved in"
+    (told,) = caplog.messages
+    assert told.startswith(f"{folder} was changed after packing, and is used as it is: ")
+    assert told.endswith(" for model.pt, models/1.bin, names.json")
+
+
+def test_the_warning_about_a_changed_archive_is_bounded(
+    request_for: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = write_archive(request_for())
+    with zipfile.ZipFile(path, "a") as archive:
+        for number in range(50):
+            archive.writestr(f"{number:02}\u202e{'x' * 200}", "")
+    open_archive(path).extract(tmp_path / "t")
+    (told,) = caplog.messages
+    assert told.isprintable()
+    assert told.endswith(" and 45 more")
+    assert len(told) < len(str(path)) + 600
 
 
 def test_a_folder_that_was_packed_takes_other_weights_and_more_of_them(request_for: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -68,3 +69,31 @@ def test_a_model_outlives_what_becomes_of_its_archive(server: Any, archive: Path
     assert predict(server, "large") == expected
     assert server.call("DELETE", "/models/large", api="management").status == 200
     assert server.register(archive.name).status == 400
+
+
+LISTING = """
+from pathlib import Path
+
+def handle(data, context):
+    folder = Path(context.system_properties["model_dir"], "models")
+    return data and [sorted(path.name for path in folder.iterdir()) if folder.exists() else []]
+"""
+
+
+def test_an_archive_that_is_added_to_and_registered_again_is_served_as_it_is(
+    server: Any, store: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "h.py").write_text(LISTING)
+    request = ArchiveRequest(
+        model_name="listing", version="1.0", handler=str(tmp_path / "h.py"), export_path=store
+    )
+    path = write_archive(request)
+    answers = []
+    for added in ("a.bin", "b.bin"):
+        with zipfile.ZipFile(path, "a") as changed:
+            changed.writestr(f"models/{added}", "weights")
+        assert server.register(path.name, initial_workers=1, synchronous="true").status == 200
+        answers += predict(server, "listing")["predictions"]
+        assert server.call("DELETE", "/models/listing", api="management").status == 200
+    assert answers == [["a.bin"], ["a.bin", "b.bin"]]
+    assert server.log().count("was changed after packing") == 2  # once for each registration

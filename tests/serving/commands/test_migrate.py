@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from torchere.archiver.request import ArchiveRequest
+from torchere.archiver.writer import write_archive
 from torchere.serving.commands import cli
 from torchere.serving.commands.archive_check import missing_imports
 from torchere.serving.commands.migrate import MigrationReport, check_migration
@@ -82,6 +84,18 @@ def test_defaults_that_are_others_are_told(tmp_path: Path) -> None:
 def test_the_environment_counts_as_at_a_start(tmp_path: Path) -> None:
     found = of_config(tmp_path, "enable_envvars_config=true", TS_JOB_QUEUE_SIZE="7")
     assert found["job_queue_size=7"] == "same"
+
+
+def test_an_archive_that_was_changed_after_packing_is_the_same_with_a_note(tmp_path: Path) -> None:
+    (tmp_path / "h.py").write_text(HANDLE)
+    request = ArchiveRequest(
+        model_name="m", version="1.0", handler=str(tmp_path / "h.py"), export_path=tmp_path
+    )
+    with zipfile.ZipFile(write_archive(request), "a") as archive:
+        archive.writestr("models/1.bin", "weights")
+    report = of_store(tmp_path)
+    assert report.count("unsupported") == report.count("differs") == 0
+    assert "; changed after packing: models/1.bin" in report.as_text()
 
 
 def test_archives_of_torchserve_are_all_the_same() -> None:

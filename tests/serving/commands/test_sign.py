@@ -2,11 +2,14 @@
 
 import errno
 import os
+import zipfile
 from pathlib import Path
 
 import pytest
 from signers import Authority, key_pair, pack
 
+from torchere.archiver.request import ArchiveRequest
+from torchere.archiver.writer import write_archive
 from torchere.serving.commands import cli
 from torchere.serving.store.signing import SigningUnusable, SignWith
 
@@ -58,6 +61,19 @@ def test_a_signature_that_is_not_valid_is_one_line_and_status_1(
     assert found.err.startswith("The archive has no valid signature of a trusted signer. Signature mismatch")
     assert found.err.count("\n") == 1
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == []
+
+
+def test_an_archive_that_was_changed_after_packing_is_not_signed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pair = key_pair(tmp_path)
+    (tmp_path / "h.py").write_text("def handle(data, context): return data\n")
+    made = write_archive(ArchiveRequest(model_name="n", version="1.0", handler="h.py"))
+    with zipfile.ZipFile(made, "a") as archive:
+        archive.writestr("models/1.bin", "weights")
+    assert cli.main(["sign", "n.mar", "--key", str(pair.private)]) == 1
+    assert "entry 'models/1.bin': it is not in the manifest's list of digests" in capsys.readouterr().err
+    assert not (tmp_path / "n.mar.sig").exists()
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from torchere.archiver.request import ArchiveRequest
+from torchere.archiver.writer import write_archive
 from torchere.serving.config.server_settings import Limits, ServerSettings
 from torchere.serving.errors import InvalidArchive, ModelNotFound, ServingError
 from torchere.serving.store.fetch import Download, Origins
@@ -97,6 +99,27 @@ def test_a_bad_model_config_leaves_nothing_behind(store: Store, root: Path, tmp_
         store.unpack("m.mar", store.open("m.mar"))
     left = [path.name for path in (tmp_path / "temp").rglob("*") if path.is_file()]
     assert left == [".claim"]  # the store's own
+
+
+def test_an_archive_that_is_changed_in_place_is_unpacked_as_it_is_then(
+    store: Store, root: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "h.py").write_text("x = 1\n")
+    write_archive(
+        ArchiveRequest(model_name="m", version="1.0", handler=str(tmp_path / "h.py"), export_path=root)
+    )
+    first = store.unpack("m.mar", store.open("m.mar"))
+    assert caplog.text == ""
+    with zipfile.ZipFile(root / "m.mar") as archive:
+        packed = {name: archive.read(name) for name in archive.namelist()}
+    with zipfile.ZipFile(root / "m.mar", "w") as archive:  # as `zip -u` does, the manifest stays
+        for name, content in {**packed, "h.py": b"x = 2\n"}.items():
+            archive.writestr(name, content)
+    second = store.unpack("m.mar", store.open("m.mar"))
+    assert [(each.directory / "h.py").read_text() for each in (first, second)] == ["x = 1\n", "x = 2\n"]
+    assert first.fingerprint != second.fingerprint
+    (told,) = caplog.messages
+    assert "m.mar was changed after packing" in told
 
 
 def damaged(path: Path) -> None:

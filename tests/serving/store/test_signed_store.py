@@ -9,8 +9,16 @@ import pytest
 from signers import KeyPair, key_pair, pack
 
 from torchere.archiver.reader import open_archive
+from torchere.archiver.request import ArchiveRequest
+from torchere.archiver.writer import write_archive
 from torchere.serving.config.server_settings import Limits, ServerSettings
-from torchere.serving.errors import DownloadFailed, ModelNotFound, ServingError, UntrustedArchive
+from torchere.serving.errors import (
+    DownloadFailed,
+    InvalidArchive,
+    ModelNotFound,
+    ServingError,
+    UntrustedArchive,
+)
 from torchere.serving.store import signing
 from torchere.serving.store.package import Store, store_of
 from torchere.serving.store.signing import MAX_SIGNATURE_BYTES, SigningUnusable, TrustedKeys, read_signature
@@ -133,6 +141,21 @@ def test_an_archive_that_is_another_one_only_while_it_is_copied_is_refused(
     with pytest.raises(UntrustedArchive) as caught:
         store.open("m.mar")
     assert "Signature mismatch" in caught.value.detail
+    store.close()
+
+
+@pytest.mark.parametrize("change", ["edited", "added"])
+def test_an_archive_that_was_changed_before_it_was_signed_is_refused(
+    change: str, root: Path, temp: Path, tmp_path: Path, keys: KeyPair
+) -> None:
+    (tmp_path / "h.py").write_text(GOOD)
+    request = ArchiveRequest(model_name="m", version="1.0", handler=str(tmp_path / "h.py"), export_path=root)
+    folder = open_archive(write_archive(request)).extract(root / "m")
+    (folder / ("h.py" if change == "edited" else "more.py")).write_text(EVIL)
+    store = Store(root, Limits(), temp, trust=TrustedKeys([keys.public]))
+    keys.sign(folder)
+    with pytest.raises(InvalidArchive, match="digest" if change == "added" else "SHA-256"):
+        store.open("m")
     store.close()
 
 
