@@ -364,13 +364,16 @@ def _tell_oddities(name: str, spec: WorkflowSpec, envelope: str | None) -> None:
 def _wanted(
     workflow: Workflow, step: str, functions: OpenedArchive | None, handler: str | None, at_startup: bool
 ) -> Wanted:
-    """Return the registration of one step. As in TorchServe, it gets `max-workers` workers from the start."""
+    """Return the registration of one step.
+
+    As in TorchServe, it gets `max-workers` workers from the start, unless the model's config has its own pair
+    of numbers.
+    """
     settings = workflow.spec.steps[step]
-    workers = max(settings.max_workers, 1)
     asked = Asked(
         batch_size=settings.batch_size,
         max_batch_delay_ms=settings.max_batch_delay_ms,
-        executors=workers,
+        executors=settings.max_workers,
         response_timeout_s=workflow.wanted.response_timeout_s,
         startup_timeout_s=workflow.wanted.startup_timeout_s,
     )
@@ -381,7 +384,6 @@ def _wanted(
         name=workflow.model_of(step),
         handler=f"{handler}:{step}" if is_function else None,
         at_startup=at_startup,
-        executor_range=(workers, workers),
         archive=functions if is_function else None,
         workflow=workflow.name,
     )

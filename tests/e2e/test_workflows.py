@@ -178,6 +178,22 @@ def test_a_workflow_runs_from_registration_to_removal(server, pack_workflow):
     answer = managed(server, "DELETE", "/workflows/life")
     assert answer.json() == {"status": 'Workflow "life" unregistered'}
     assert "life__echo" not in models(server)
+
+
+def test_the_models_own_pair_of_workers_counts_before_the_specification(server, pack, pack_workflow):
+    config = "minWorkers: 1\nmaxWorkers: 2\nbatchSize: 4\n"
+    pack("wf_pair", {"h.py": ECHO, "c.yaml": config}, handler="h.py", configFile="c.yaml")
+    shared = "models:\n  max-workers: 3\n  batch-size: 2\n"
+    archive = pack_workflow(
+        "pair", f"{shared}  own: {{url: wf_pair.mar}}\n  not: {{url: wf_echo.mar}}\ndag:\n  own: [not]\n"
+    )
+    assert register(server, archive).status == 200
+    found = {}
+    for step in ("own", "not"):
+        (model,) = managed(server, "GET", f"/models/pair__{step}").json()
+        found[step] = (model["minWorkers"], model["maxWorkers"], model["batchSize"])
+    assert found == {"own": (1, 2, 2), "not": (3, 3, 2)}
+    assert managed(server, "DELETE", "/workflows/pair").status == 200
     assert server.call("POST", "/wfpredict/life").json() == {
         "code": 404,
         "type": "WorkflowNotFoundException",
