@@ -148,12 +148,13 @@ def _listed(folder: Path) -> list[Path] | None:
 
 def _workflow(path: Path) -> MigrationFinding:
     try:
-        read_workflow(open_archive(path), None)
+        _, spec, _ = read_workflow(open_archive(path), None)
     except ArchiveError as err:
         return MigrationFinding(str(path), "workflow", "unsupported", err.reason)
     except ServingError as err:
         return MigrationFinding(str(path), "workflow", "unsupported", err.full_text)
-    return MigrationFinding(str(path), "workflow", "same", "can be registered")
+    ignored = f"; unknown settings are ignored: {', '.join(spec.ignored)}" if spec.ignored else ""
+    return MigrationFinding(str(path), "workflow", "same", f"can be registered{ignored}")
 
 
 # Keys without effect here, whose absence clients or operators would notice; all others are for tuning only.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import signal
 import sys
@@ -15,6 +16,8 @@ from torchere.archiver.errors import PackingError
 from torchere.archiver.workflow import WorkflowRequest, write_workflow
 from torchere.serving.config.workflow_spec import check_functions, read_workflow_spec
 from torchere.serving.errors import InvalidWorkflow
+
+logger = logging.getLogger(__name__)
 
 
 def workflow_parser() -> Parser:
@@ -41,6 +44,7 @@ def workflow_parser() -> Parser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Pack a workflow; return 0, 1 when it can't be packed, 2 for wrong arguments, or 130 on Ctrl+C."""
+    logging.basicConfig(format="%(levelname)s - %(message)s")
     parser = workflow_parser()
     options = parser.parse_args(argv)
     try:
@@ -76,6 +80,8 @@ def pack(options: argparse.Namespace) -> None:
     )
     spec = read_workflow_spec(request.spec_file.read_text("utf-8"))
     handler = request.handler
+    if spec.ignored:
+        logger.warning("%s: unknown settings are ignored: %s", request.spec_file, ", ".join(spec.ignored))
     source = handler.read_text("utf-8") if handler is not None else ""
     check_functions(spec, handler.name if handler is not None else None, source)
     write_workflow(request)

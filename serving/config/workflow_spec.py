@@ -16,12 +16,14 @@ from typing import Any
 
 from torchere.archiver.request import MODEL_NAME_PATTERN
 from torchere.serving.config.bounded_yaml import read_yaml
+from torchere.serving.config.kinds import near
 from torchere.serving.config.server_settings import MAX_BATCH_SIZE, MAX_EXECUTORS
 from torchere.serving.errors import InvalidGraph, InvalidWorkflow
 
 MAX_STEPS = 100  # of one workflow: each is a model, with a worker process for most handlers
 MAX_RETRIES = 100
 MAX_DELAY_MS = 86_400_000  # one day, for delays and time-outs
+_MOST_IGNORED = 10  # unknown settings that are named
 
 _PARSE_FAILED = "Failed to parse yaml."  # TorchServe's text
 _ONE_START = "DAG should have only one start node"
@@ -68,6 +70,7 @@ class WorkflowSpec:
         children: the graph as written.
         parents: the steps that each step gets its input from, in the order of the graph.
         unused: models of the file that the graph does not contain.
+        ignored: the first unknown settings of models, each with its model and the most similar known setting.
     """
 
     defaults: StepSettings
@@ -75,6 +78,7 @@ class WorkflowSpec:
     children: Mapping[str, tuple[str, ...]]
     parents: Mapping[str, tuple[str, ...]]
     unused: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ()
 
     @property
     def functions(self) -> tuple[str, ...]:
@@ -91,7 +95,7 @@ def read_workflow_spec(text: str) -> WorkflowSpec:
     """Parse a specification.
 
     Raises:
-        InvalidWorkflow: it is not YAML, or a member is missing, unknown or invalid.
+        InvalidWorkflow: it is not YAML, a member is missing or invalid, or one outside a model is unknown.
         InvalidGraph: the graph has a cycle or several start nodes, or names a node twice.
     """
     try:
@@ -103,15 +107,18 @@ def read_workflow_spec(text: str) -> WorkflowSpec:
     models = _mapping(document, "models", {})
     children = _children(_mapping(document, "dag"))
     defaults, own = _settings(models)
+    ignored = _unknown(models, own)
     parents = _parents(children)
     order = _sorted(parents)
     lacking = [name for name, step in own.items() if step.url is None]
     if lacking:
-        raise InvalidWorkflow(f"The model {lacking[0]!r} has no url; expected the name of its archive.")
+        text = f"The model {lacking[0]!r} has no url; expected the name of its archive."
+        raise InvalidWorkflow(text, f"unknown settings: {', '.join(ignored)}" if ignored else "")
     # As in TorchServe, the defaults for workers and batches apply to models only.
     function = replace(defaults, min_workers=1, max_workers=1, batch_size=1, max_batch_delay_ms=0)
     steps = {name: own.get(name, function) for name in order}
-    return WorkflowSpec(defaults, steps, children, parents, tuple(sorted(own.keys() - steps.keys())))
+    unused = tuple(sorted(own.keys() - steps.keys()))
+    return WorkflowSpec(defaults, steps, children, parents, unused, ignored)
 
 
 def check_functions(spec: WorkflowSpec, handler: str | None, source: str) -> None:
@@ -203,11 +210,20 @@ def _with(base: StepSettings, entry: Mapping[Any, Any], place: str) -> StepSetti
                     f"{key} of {place} is {value!r:.60}; expected a whole number from {least} to {most}."
                 )
             changes[field] = value
-        else:
-            raise InvalidWorkflow(
-                f"{key!r:.60} of {place} is unknown.", f"expected url, {', '.join(_MEMBERS)}"
-            )
     return replace(base, **changes)
+
+
+def _unknown(models: Mapping[Any, Any], own: Collection[str]) -> tuple[str, ...]:
+    """Return the settings of models that are unknown; TorchServe does not look at them."""
+    known = ("url", *_MEMBERS)
+    unknown = [(key, name) for name in own for key in models[name] if key not in known]
+    told = []
+    for key, name in unknown[:_MOST_IGNORED]:
+        hint = near(str(key)[:60], known)
+        told.append(f"{key!r:.60} of the model {name!r:.60}" + (f" ({hint})" if hint else ""))
+    if len(unknown) > _MOST_IGNORED:
+        told.append(f"and {len(unknown) - _MOST_IGNORED} more")
+    return tuple(told)
 
 
 def _children(dag: Mapping[Any, Any]) -> dict[str, tuple[str, ...]]:

@@ -344,9 +344,11 @@ class Workflows:
 
 
 def _tell_oddities(name: str, spec: WorkflowSpec, envelope: str | None) -> None:
-    """Log models that the graph does not contain, and steps whose input the envelope can't unwrap."""
+    """Log models outside of the graph, unknown settings, and steps whose input the envelope can't unwrap."""
     if spec.unused:
         logger.warning("workflow %s: not in its graph, and not loaded: %s", name, ", ".join(spec.unused))
+    if spec.ignored:
+        logger.warning("workflow %s: unknown settings are ignored: %s", name, ", ".join(spec.ignored))
     if envelope is None:
         return
     readable = 1 if envelope == "body" else 0  # a single result is called `body`, those of several are not

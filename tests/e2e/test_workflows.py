@@ -180,6 +180,13 @@ def test_a_workflow_runs_from_registration_to_removal(server, pack_workflow):
     assert "life__echo" not in models(server)
 
 
+def test_an_unknown_setting_of_a_model_is_said_and_ignored(server, pack_workflow):
+    archive = pack_workflow("odd", f"{MODELS}    response-timeout: 30\ndag:\n  tea: []\n")
+    assert register(server, archive).status == 200
+    assert server.logs("workflow odd: unknown settings are ignored: 'response-timeout' of the model 'tea'")
+    assert managed(server, "DELETE", "/workflows/odd").status == 200
+
+
 def test_the_models_own_pair_of_workers_counts_before_the_specification(server, pack, pack_workflow):
     config = "minWorkers: 1\nmaxWorkers: 2\nbatchSize: 4\n"
     pack("wf_pair", {"h.py": ECHO, "c.yaml": config}, handler="h.py", configFile="c.yaml")

@@ -40,6 +40,15 @@ def test_a_workflow_is_packed_in_torchserves_layout(folder):
     }
 
 
+def test_an_unknown_setting_of_a_model_is_packed_with_a_warning(folder, caplog):
+    Path("w.yaml").write_text(SPEC.replace("m.mar\n", "m.mar\n    max-worker: 2\n"))
+    assert run("--handler", "h.py") == 0
+    (told,) = caplog.messages
+    assert told == (
+        "w.yaml: unknown settings are ignored: 'max-worker' of the model 'm' (did you mean max-workers?)"
+    )
+
+
 def test_the_same_files_give_the_same_bytes(folder):
     run("--handler", "h.py")
     first = Path("w.war").read_bytes()

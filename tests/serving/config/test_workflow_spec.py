@@ -40,6 +40,30 @@ def test_a_model_outside_the_graph_is_unused():
     assert (list(spec.steps), spec.unused) == (["m"], ("other",))
 
 
+def test_an_unknown_setting_of_a_model_is_ignored_with_the_nearest_known_one():
+    spec = read_workflow_spec(
+        f"{MODELS}    max-worker: 5\n    response-timeout: 30\n    1: x\ndag:\n  m: []\n"
+    )
+    assert spec.steps["m"] == StepSettings("m.mar")
+    assert spec.ignored == (
+        "'max-worker' of the model 'm' (did you mean max-workers?)",
+        "'response-timeout' of the model 'm'",
+        "1 of the model 'm'",
+    )
+
+
+def test_of_many_unknown_settings_the_first_are_named():
+    many = "".join(f"    key{number}: 1\n" for number in range(50))
+    spec = read_workflow_spec(f"{MODELS}{many}dag:\n  m: []\n")
+    assert (len(spec.ignored), spec.ignored[-1]) == (11, "and 40 more")
+
+
+def test_a_url_that_is_misspelt_is_said_where_it_is_missing():
+    with pytest.raises(InvalidWorkflow, match="has no url") as refused:
+        read_workflow_spec("models:\n  m:\n    urls: m.mar\ndag:\n  m: []\n")
+    assert refused.value.detail == "unknown settings: 'urls' of the model 'm' (did you mean url?)"
+
+
 @pytest.mark.parametrize(
     ("dag", "message", "told"),
     [
@@ -72,10 +96,6 @@ def test_a_graph_that_is_none_is_refused_in_torchserves_words_with_the_reason(da
         ("dag:\n  '': []\n", "The node '' in 'dag' contains special characters"),
         ("models:\n  m:\n    batch-size: 2\ndag:\n  m: []\n", "The model 'm' has no url"),
         ("models:\n  m:\n    url: 3\ndag:\n  m: []\n", "url of the model 'm' is 3"),
-        (
-            "models:\n  m:\n    url: a\n    workers: 2\ndag:\n  m: []\n",
-            "'workers' of the model 'm' is unknown",
-        ),
         ("models:\n  workers: 2\ndag:\n  m: []\n", "'workers' in 'models' is neither a setting nor a model"),
         ("models:\n  batch-size: '2'\ndag:\n  m: []\n", "batch-size of models is '2'"),
         ("models:\n  batch-size: 0\ndag:\n  m: []\n", "a whole number from 1 to 65536"),
