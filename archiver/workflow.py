@@ -49,7 +49,7 @@ def write_workflow(request: WorkflowRequest) -> Path:
         PackingError: a name or the output path is wrong; nothing was written.
         OSError: a file can't be read or written (`FileNotFoundError` for a missing input).
     """
-    _check(request)
+    check(request)
     target = request.target
     files = _files(request)
     with staged(target) as work, open_sink("default", work, request.workflow_name) as sink:
@@ -61,7 +61,8 @@ def write_workflow(request: WorkflowRequest) -> Path:
     return target
 
 
-def _check(request: WorkflowRequest) -> None:
+def check(request: WorkflowRequest) -> None:
+    """Raise PackingError when the name, the output path or a file that is there forbids the archive."""
     pattern = MODEL_NAME_PATTERN.pattern
     if not MODEL_NAME_PATTERN.fullmatch(request.workflow_name):
         raise PackingError(

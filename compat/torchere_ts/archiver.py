@@ -119,6 +119,15 @@ class ModelExportUtils:
     """The steps of packing that scripts call by themselves."""
 
     @staticmethod
+    def validate_inputs(model_name: str, export_path: str) -> None:
+        """Raise ModelArchiverError for a name that no model may have, or a path of no directory."""
+        ArchiveRequest(model_name=model_name, version="1.0", handler="").check()
+        if not os.path.isdir(os.path.abspath(export_path)):
+            raise ModelArchiverError(
+                f"Given export-path {export_path} is not a directory. Point to a valid export-path directory."
+            )
+
+    @staticmethod
     def generate_model(modelcfg: ModelArchiverConfig | argparse.Namespace) -> Model:
         """Return the part `model` of the manifest."""
         config = ModelArchiverConfig.from_args(modelcfg)

@@ -6,9 +6,11 @@ import argparse
 import json
 import os
 import sys
+from pathlib import Path
 from typing import Any
 
 from torchere.archiver.errors import PackingError
+from torchere.archiver.workflow import WorkflowRequest, check
 from torchere.serving.commands.workflow_archiver import pack, workflow_parser
 from torchere.serving.errors import InvalidWorkflow
 
@@ -36,6 +38,12 @@ class ArgParser:
 
 class WorkflowExportUtils:
     """The steps of packing that scripts call by themselves."""
+
+    @staticmethod
+    def validate_inputs(workflow_name: str, export_file_path: str) -> None:
+        """Raise WorkflowArchiverError for a name that no workflow may have, or a path of no directory."""
+        path = Path(export_file_path)
+        check(WorkflowRequest(workflow_name=workflow_name, spec_file=Path(), export_path=path, force=True))
 
     @staticmethod
     def generate_manifest_json(args: argparse.Namespace) -> str:

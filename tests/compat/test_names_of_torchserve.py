@@ -76,7 +76,7 @@ WITHOUT_NAMES = {
             *(f"ModelExportUtils.{name}" for name in ("find_unique", "clean_temp_files", "make_dir")),
             *(f"ModelExportUtils.{name}" for name in ("copy_artifacts", "archive", "archive_dir")),
             *(f"ModelExportUtils.{name}" for name in ("directory_filter", "file_filter")),
-            *(f"ModelExportUtils.{name}" for name in ("check_model_name_regex_or_exit", "validate_inputs")),
+            "ModelExportUtils.check_model_name_regex_or_exit",
         ),
         ARCHIVER,
     ),
@@ -231,6 +231,7 @@ ts.torch_handler.text_classifier.TextClassifier: preprocess inference postproces
 ts.torch_handler.text_handler.TextHandler: initialize get_source_vocab_path get_word_token
   summarize_attributions
 ts.torch_handler.vision_handler.VisionHandler: initialize preprocess get_insights
+workflow_archiver.workflow_packaging_utils.WorkflowExportUtils: generate_manifest_json validate_inputs
 """
 ASKING = """
 import importlib, json, operator, sys

@@ -242,6 +242,34 @@ def test_an_archive_is_packed_from_python(tmp_path: Path) -> None:
     assert manifest["model"] == {"modelName": "m", "handler": "h.py", "modelVersion": "2.0"}
 
 
+VALIDATING = """
+from model_archiver.model_archiver_error import ModelArchiverError
+from model_archiver.model_packaging_utils import ModelExportUtils
+from workflow_archiver.workflow_archiver_error import WorkflowArchiverError
+from workflow_archiver.workflow_packaging_utils import WorkflowExportUtils
+
+for utils, error in ((ModelExportUtils, ModelArchiverError), (WorkflowExportUtils, WorkflowArchiverError)):
+    utils.validate_inputs("m", ".")
+    for given in (("m/n", "."), ("m", "nowhere")):
+        try:
+            utils.validate_inputs(*given)
+        except error as refused:
+            print(str(refused).splitlines()[0])
+"""
+
+
+def test_a_script_has_the_name_and_the_output_path_checked(tmp_path: Path) -> None:
+    (tmp_path / "m.mar").touch()  # checked elsewhere, since --force counts
+    (tmp_path / "m.war").touch()
+    folder = "Given export-path nowhere is not a directory. Point to a valid export-path directory."
+    assert run(VALIDATING, tmp_path).splitlines() == [
+        "Model name contains special characters.",
+        folder,
+        "Workflow name contains special characters.",
+        folder,
+    ]
+
+
 def test_an_installed_torchserve_keeps_its_names(tmp_path: Path) -> None:
     theirs = tmp_path / "site"
     for package in ("ts", "model_archiver"):
