@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from datetime import datetime
@@ -147,13 +146,26 @@ class ModelExportUtils:
         return str(Manifest(config.runtime, ModelExportUtils.generate_model(config)))
 
 
+class _ParserOfConfig(argparse.ArgumentParser):
+    """A parser with the fields of `ModelArchiverConfig`: the first use of one parses the command line."""
+
+    def __getattr__(self, name: str) -> Any:
+        names = [each.name for each in fields(ModelArchiverConfig)]
+        if name not in names:
+            raise AttributeError(name)
+        parsed = ModelArchiverConfig.from_args(self.parse_args())
+        for each in names:  # one that a script has set stays
+            vars(self).setdefault(each, getattr(parsed, each))
+        return vars(self)[name]
+
+
 class ArgParser:
     """The parser of `torch-model-archiver`."""
 
     @staticmethod
-    def export_model_args_parser() -> argparse.ArgumentParser:
-        """Return the parser."""
-        parser = argparse.ArgumentParser(prog="torch-model-archiver")
+    def export_model_args_parser() -> _ParserOfConfig:
+        """Return the parser, as TorchServe 0.7 does, which is the configuration as well, as in 0.12."""
+        parser = _ParserOfConfig(prog="torch-model-archiver")
         add_archive_arguments(parser)
         return parser
 
@@ -194,7 +206,7 @@ def generate_model_archive(config: ModelArchiverConfig | None = None) -> None:
         FileNotFoundError: a file does not exist.
     """
     if config is None:
-        config = ModelArchiverConfig.from_args(ArgParser.export_model_args_parser().parse_args(sys.argv[1:]))
+        config = ModelArchiverConfig.from_args(ArgParser.export_model_args_parser())
     _write(config, {})
 
 

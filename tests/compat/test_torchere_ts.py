@@ -242,6 +242,31 @@ def test_an_archive_is_packed_from_python(tmp_path: Path) -> None:
     assert manifest["model"] == {"modelName": "m", "handler": "h.py", "modelVersion": "2.0"}
 
 
+BOTH_RELEASES = """
+import sys
+from model_archiver.arg_parser import ArgParser
+from model_archiver.model_packaging import generate_model_archive, package_model
+from model_archiver.model_packaging_utils import ModelExportUtils
+
+parsed = ArgParser.export_model_args_parser().parse_args("--model-name old -v 1.0 --handler h.py".split())
+package_model(parsed, manifest=ModelExportUtils.generate_manifest_json(parsed))
+sys.argv[1:] = "--model-name new -v 2.0 --handler h.py".split()
+config = ArgParser.export_model_args_parser()
+config.force = True
+print(config.model_name, config.version, config.force, config.export_path)
+package_model(config, manifest=ModelExportUtils.generate_manifest_json(config))
+print(hasattr(config, "anything"))
+sys.argv[2] = "line"
+generate_model_archive()
+"""
+
+
+def test_the_parser_is_that_of_old_releases_and_the_configuration_of_new_ones(tmp_path: Path) -> None:
+    (tmp_path / "h.py").write_text("def handle(data, context): return data\n")
+    assert run(BOTH_RELEASES, tmp_path).splitlines() == ["new 2.0 True .", "False"]
+    assert sorted(path.name for path in tmp_path.glob("*.mar")) == ["line.mar", "new.mar", "old.mar"]
+
+
 VALIDATING = """
 from model_archiver.model_archiver_error import ModelArchiverError
 from model_archiver.model_packaging_utils import ModelExportUtils
