@@ -15,7 +15,8 @@ import logging
 import shutil
 import signal
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -63,6 +64,7 @@ logger = logging.getLogger(__name__)
 # decode long bodies and unpack archives.
 SWITCH_INTERVAL_S = 0.0005
 STARTED_LINE = "Model server started."  # launchers wait for this line on stdout
+_SAME_SIGTERM_S = 1.0  # after a SIGTERM: the time in which another one is taken for the same
 SERVICE = "torchere"  # the service name of spans, unless OTEL_SERVICE_NAME is set
 
 
@@ -221,14 +223,15 @@ class Server:
 
 
 async def run(settings: ServerSettings, fork_server: Spawned | None = None) -> int:
-    """Serve until SIGTERM, SIGINT or SIGHUP; a second signal ends the process at once.
+    """Serve until SIGTERM, SIGINT or SIGHUP; a second signal ends the process at once: see `StopSignals`.
 
     Returns the exit status: 0 after an orderly stop, 1 when the server could not start.
     """
     stop = asyncio.Event()
     if settings.install_signal_handlers:
+        signals = StopSignals(stop)
         for number in ending_signals():
-            asyncio.get_running_loop().add_signal_handler(number, _on_signal, number, stop)
+            asyncio.get_running_loop().add_signal_handler(number, signals.take, number)
     server = Server(settings, fork_server)
     try:
         endpoints = await _started(server, stop)
@@ -277,12 +280,28 @@ def _show_threads_on_sigquit() -> None:
         faulthandler.register(signal.SIGQUIT)
 
 
-def _on_signal(number: int, stop: asyncio.Event) -> None:
-    if stop.is_set():
-        logger.warning("second signal %d: ending at once", number)
-        sys.exit(128 + number)
-    logger.info("signal %d: draining", number)
-    stop.set()
+class StopSignals:
+    """Sets `stop` at the first signal, and ends the process at the second.
+
+    A SIGTERM that soon follows another one is not the second: systemd sends one to a service whose
+    `ExecStop=torchserve --stop` has just sent another, and scripts do likewise.
+    """
+
+    def __init__(self, stop: asyncio.Event, now: Callable[[], float] = time.monotonic) -> None:
+        self._stop = stop
+        self._now = now
+        self._first = 0
+        self._came_s = 0.0
+
+    def take(self, number: int) -> None:
+        """Take a signal that came."""
+        if not self._stop.is_set():
+            logger.info("signal %d: draining", number)
+            self._first, self._came_s = number, self._now()
+            self._stop.set()
+        elif not number == self._first == signal.SIGTERM or self._now() - self._came_s > _SAME_SIGTERM_S:
+            logger.warning("second signal %d: ending at once", number)
+            sys.exit(128 + number)
 
 
 def _announce(endpoints: Endpoints, settings: ServerSettings) -> None:

@@ -107,6 +107,27 @@ def test_metrics_tell_of_the_drain_to_its_end(pack: Any, start_server: Any, tmp_
     assert not _listens(server.rest["metrics"])
 
 
+def test_a_sigterm_right_behind_another_leaves_the_drain_as_it_is(
+    pack: Any, start_server: Any, tmp_path: Path
+) -> None:
+    """As systemd sends after `ExecStop=torchserve --stop`."""
+    patient = pack("patient", {"h.py": PATIENT}, handler="h.py")
+    server = start_server("--models", patient, "--disable-token-auth")
+    enough = tmp_path / "enough"
+    with ThreadPoolExecutor() as pool:
+        answer = pool.submit(
+            server.call, "POST", "/predictions/patient", str(enough).encode(), content_type="text/plain"
+        )
+        _until(lambda: "torchere_inflight 1.0" in _metrics(server))
+        server.process.terminate()
+        _until(lambda: "signal 15: draining" in server.log())
+        server.process.terminate()
+        _until(lambda: not _listens(server.rest["inference"]))
+        enough.touch()
+        assert answer.result(60).body == b"done"
+    assert server.process.wait(60) == 0
+
+
 def _metrics(server: Any) -> str:
     return str(server.call("GET", "/metrics", api="metrics").body.decode())
 

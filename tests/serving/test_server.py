@@ -16,7 +16,7 @@ import pytest
 from torchere.serving import server as ports
 from torchere.serving.config.server_settings import Address, ServerSettings
 from torchere.serving.errors import ServingError
-from torchere.serving.server import Server, run
+from torchere.serving.server import Server, StopSignals, run
 
 
 def settings_of(folder: Path, **changes: Any) -> ServerSettings:
@@ -121,6 +121,32 @@ def test_a_signal_while_an_archive_is_fetched_at_the_start_ends_the_server(tmp_p
     assert list((tmp_path / "store").iterdir()) == []
     assert list((tmp_path / "temp").iterdir()) == []
     assert not (tmp_path / "key_file.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "after_s", "ends"),
+    [
+        (signal.SIGTERM, signal.SIGTERM, 0.1, False),
+        (signal.SIGTERM, signal.SIGTERM, 1.5, True),
+        (signal.SIGINT, signal.SIGINT, 0.1, True),
+        (signal.SIGTERM, signal.SIGINT, 0.1, True),
+        (signal.SIGINT, signal.SIGTERM, 0.1, True),
+    ],
+)
+def test_a_second_signal_ends_at_once_unless_it_is_a_sigterm_right_behind_another(
+    first: int, second: int, after_s: float, ends: bool
+) -> None:
+    stop = asyncio.Event()
+    times = iter((10.0, 10.0 + after_s))
+    signals = StopSignals(stop, lambda: next(times, 0.0))
+    signals.take(first)
+    assert stop.is_set()
+    if ends:
+        with pytest.raises(SystemExit) as caught:
+            signals.take(second)
+        assert caught.value.code == 128 + second
+    else:
+        signals.take(second)
 
 
 @pytest.mark.parametrize("waits_for", ["an archive", "pip"])
