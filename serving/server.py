@@ -128,10 +128,12 @@ class Server:
         self._follow([each for each in (keys, certificates) if isinstance(each, Reloaded)])
         try:
             wanted = await self._registry.wanted_at_startup()
+            workflows = controlplane.workflows.known
+            wanted_workflows = await workflows.wanted_at_startup()
             # Before archives are unpacked, which may take minutes, so that probes are answered meanwhile.
             endpoints = await self._ports.open(self._dataplane, controlplane, services)
             await self._registry.load_at_startup(wanted)
-            await controlplane.workflows.known.load_at_startup(settings.snapshot_workflows)
+            await workflows.load_at_startup(wanted_workflows)
             self._dataplane.opened()
             await self._registry.opened()
         except BaseException:

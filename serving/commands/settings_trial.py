@@ -11,7 +11,7 @@ import importlib.util
 import os
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,7 +24,7 @@ from torchere.serving.access.tls import TlsFiles, read_pair
 from torchere.serving.config.resolve import Configuration, Finding, Level
 from torchere.serving.config.server_settings import Address, MetricsMode, RendezvousSettings, ServerSettings
 from torchere.serving.errors import ServingError
-from torchere.serving.store.package import StoreFolder
+from torchere.serving.store.package import IS_WORKFLOW, StoreFolder, is_workflow
 from torchere.serving.store.signing import TrustedKeys
 from torchere.serving.store.url_rules import is_remote
 from torchere.serving.telemetry.declared import read_metrics_config
@@ -55,7 +55,9 @@ def tried(configuration: Configuration, but: Collection[str] = ()) -> Configurat
 def _problems(settings: ServerSettings) -> Iterator[_Problem]:
     yield from _folders(settings)
     yield from _files(settings)
-    yield from _models(settings)
+    yield from _archives("load_models", settings.load_models, settings.model_store)
+    workflow_store = settings.workflow_store or settings.model_store
+    yield from _archives("load_workflows", settings.load_workflows, workflow_store)
     yield from _handler(settings)
     yield from _preloaded(settings)
     yield from _rendezvous(settings.rendezvous)
@@ -160,13 +162,12 @@ def _metrics(file: Path, mode: MetricsMode) -> Iterator[_Problem]:
         yield "metrics_config", "warning", f"metrics of {file} are dropped: {'; '.join(dropped)}"
 
 
-def _models(settings: ServerSettings) -> Iterator[_Problem]:
-    """Yield the archives of `load_models` that can't be opened."""
-    store = settings.model_store
-    is_all = [each.lower() for each in settings.load_models] == ["all"]
+def _archives(key: str, items: Sequence[str], store: Path | None) -> Iterator[_Problem]:
+    """Yield the archives among these items, the value of `key`, that can't be opened."""
+    is_all = [each.lower() for each in items] == ["all"]
     if store is None or not os.path.isdir(store) or is_all:
         return
-    for item in settings.load_models:
+    for item in items:
         name = item.partition("=")[2] or item
         if is_remote(name) or is_remote(item):
             continue
@@ -174,12 +175,15 @@ def _models(settings: ServerSettings) -> Iterator[_Problem]:
             path = StoreFolder(store).find(name, trusted=True)
         except ServingError:
             absent = _absent(store / name.rstrip("/").rpartition("/")[2], "it is not served")
-            yield "load_models", "warning", f"{absent} (/readyz says 503)"
+            yield key, "warning", f"{absent} (/readyz says 503)"
             continue
         try:
-            open_archive(path)
+            archive = open_archive(path)
         except ArchiveError as err:
-            yield "load_models", "error", f"{path.name} is not served: {err.reason}"
+            yield key, "error", f"{path.name} is not served: {err.reason}"
+            continue
+        if key == "load_models" and is_workflow(archive):
+            yield key, "error", f"{path.name} {IS_WORKFLOW}"
 
 
 def _handler(settings: ServerSettings) -> Iterator[_Problem]:

@@ -162,6 +162,7 @@ _WITHOUT_EFFECT = (
 )
 
 _OURS = (
+    _key("load_workflows", kinds.MODELS),
     _key("key_file", kinds.PATH),
     _key("token_keys_file", kinds.PATH),
     _key("client_ca_file", kinds.PATH),

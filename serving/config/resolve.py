@@ -130,7 +130,7 @@ def configure(
 
 
 # Keys that must be given at each start. A snapshot must not keep access that one command line granted.
-_NOT_KEPT = ("load_models", "model_snapshot", "tsConfigFile")
+_NOT_KEPT = ("load_models", "load_workflows", "model_snapshot", "tsConfigFile")
 _NOT_KEPT_FROM_COMMAND_LINE = ("disable_token_authorization", "enable_model_api")
 
 
@@ -246,12 +246,8 @@ def _unreadable(given: _Given, err: ValueError) -> Finding:
 
 def _contradictions(values: Mapping[str, Any], beside: bool) -> Iterator[Finding]:
     """Yield findings on keys that require or exclude each other."""
-    if "snapshot_models" in values and values.get("load_models"):
-        message = "not used: model_snapshot is there, and lists the models to load"
-        if beside:
-            message = "loaded after the models of model_snapshot, unless it holds them (--ncs: these alone)"
-        models = _shown_value(values["load_models"], MODELS.shown)
-        yield Finding("warning", "configuration", "load_models", models, message)
+    if "snapshot_models" in values:
+        yield from _beside_snapshot(values, beside)
     yield from _about_keys(values)
     yield from _about_signing(values)
     yield from _about_sandbox(values)
@@ -266,6 +262,17 @@ def _contradictions(values: Mapping[str, Any], beside: bool) -> Iterator[Finding
     if needing:
         message = f"TLS needs both certificate_file and private_key_file (PEM); set them. {NO_KEYSTORES}"
         yield Finding("error", "configuration", ", ".join(needing), "", message)
+
+
+def _beside_snapshot(values: Mapping[str, Any], beside: bool) -> Iterator[Finding]:
+    for kind in ("models", "workflows"):
+        key = f"load_{kind}"
+        if not values.get(key):
+            continue
+        message = f"not used: model_snapshot is there, and lists the {kind} to load"
+        if beside and kind == "models":
+            message = "loaded after the models of model_snapshot, unless it holds them (--ncs: these alone)"
+        yield Finding("warning", "configuration", key, _shown_value(values[key], MODELS.shown), message)
 
 
 def _about_keys(values: Mapping[str, Any]) -> Iterator[Finding]:
@@ -423,6 +430,7 @@ def _build(values: Mapping[str, Any], beside: bool) -> ServerSettings:
         fields["metrics_address"] = None
     if "snapshot_models" in fields:
         fields["load_models"] = fields.get("load_models", ()) if beside else ()
+        fields["load_workflows"] = ()
         entries = fields["snapshot_models"]
         models = (each for each in entries if isinstance(each, SnapshotModel))
         fields["snapshot_models"] = tuple(each for each in models if each.version or not beside)

@@ -285,6 +285,7 @@ class ServerSettings:
     load_models: tuple[str, ...] = ()  # items of `[name=]file`; ("all",) loads the whole store
     snapshot_models: tuple[SnapshotModel, ...] = ()  # from `model_snapshot`
     workflow_store: Path | None = None  # None: the model store
+    load_workflows: tuple[str, ...] = ()  # as `load_models`, of the workflow store
     snapshot_workflows: tuple[SnapshotWorkflow, ...] = ()  # from `model_snapshot`, too
     inference_address: Address = Address(port=8080)
     management_address: Address = Address(port=8081)

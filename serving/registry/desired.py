@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from torchere.handlers.cgroup import available_cores
 from torchere.serving.config.model_settings import Asked
-from torchere.serving.config.server_settings import OURS, ServerSettings, SnapshotModel
+from torchere.serving.config.server_settings import OURS, ServerSettings, SnapshotModel, SnapshotWorkflow
 from torchere.serving.errors import InvalidSnapshot
 from torchere.serving.registry.names import default_model_name
 from torchere.serving.store.package import OpenedArchive
@@ -48,14 +48,24 @@ def startup_models(
     treated like an item. They come first, so that an item that names one of them finds it registered.
     `gpus` is the number of GPUs.
     """
-    items = server.load_models
-    of_all = [item.lower() for item in items] == ["all"]
-    if of_all:
-        items = tuple(stored())
+    items, of_all = _listed(server.load_models, stored)
     models = [*_still_meant(server.snapshot_models, stored), *(_from_item(item, of_all) for item in items)]
     executors = server.default_executors or gpus or available_cores()
     asked = Asked(executors=executors, executors_by_default=True)
     return [_served_before(model) if model.version else _never_served(model, asked) for model in models]
+
+
+def startup_workflows(server: ServerSettings, stored: Callable[[], Sequence[str]]) -> list[SnapshotWorkflow]:
+    """Return every workflow to register at startup; `load_workflows` is read as `load_models` is."""
+    items, of_all = _listed(server.load_workflows, stored)
+    named = [("", item) if of_all else _name_and_url(item) for item in items]
+    return [*server.snapshot_workflows, *(SnapshotWorkflow(url, name or None) for name, url in named)]
+
+
+def _listed(items: Sequence[str], stored: Callable[[], Sequence[str]]) -> tuple[Sequence[str], bool]:
+    """Return the items, or those of the whole store for `all`, and whether they are of the whole store."""
+    of_all = [item.lower() for item in items] == ["all"]
+    return (stored() if of_all else items), of_all
 
 
 def check_snapshot(models: Sequence[SnapshotModel], has: Callable[[str, bool], bool]) -> None:
@@ -87,10 +97,14 @@ def _still_meant(models: Sequence[SnapshotModel], stored: Callable[[], Sequence[
 
 
 def _from_item(item: str, of_all: bool) -> SnapshotModel:
-    name, separator, url = item.partition("=")
-    if not separator or "/" in name or of_all:  # the `=` is part of a URL's query
-        name, url = "", item
+    name, url = ("", item) if of_all else _name_and_url(item)
     return SnapshotModel(name, "", url, False, {_ONLY_IF_STORED: True} if of_all else {})
+
+
+def _name_and_url(item: str) -> tuple[str, str]:
+    name, separator, url = item.partition("=")
+    is_named = separator and "/" not in name  # otherwise the `=` is part of a URL's query
+    return (name, url) if is_named else ("", item)
 
 
 def _never_served(model: SnapshotModel, asked: Asked) -> Wanted:

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 from weakref import WeakValueDictionary
 
-from torchere.archiver.manifest import Manifest
 from torchere.handlers.archive_import import forget_archive
 from torchere.serving.config.kinds import shown_url
 from torchere.serving.config.server_settings import ServerSettings
@@ -26,6 +25,7 @@ from torchere.serving.errors import (
     DefaultVersionInUse,
     DependenciesFailed,
     DownloadFailed,
+    InvalidArchive,
     NotFound,
     ServingError,
     Unavailable,
@@ -46,7 +46,14 @@ from torchere.serving.registry.reconciler import Reconciler
 from torchere.serving.registry.snapshot import SnapshotKeeper
 from torchere.serving.registry.version import Version, VersionState
 from torchere.serving.store.environment import EnvironmentBuilder
-from torchere.serving.store.package import OpenedArchive, Store, StoredArchive, store_of
+from torchere.serving.store.package import (
+    IS_WORKFLOW,
+    OpenedArchive,
+    Store,
+    StoredArchive,
+    is_workflow,
+    store_of,
+)
 from torchere.serving.store.url_rules import is_remote
 from torchere.serving.types import ModelKey
 from torchere.serving.workers.spawn import Spawned, worker_environment
@@ -146,7 +153,7 @@ class Registry:
             if archive is None:
                 opening = functools.partial(self._store.open, location, wanted.by_operator)
                 archive = await self._in_thread(opening, OpenedArchive.close)
-            key = _key_of(wanted, location, archive.manifest)
+            key = _key_of(wanted, location, archive)
             # A second registration of the version waits here, and is refused before it unpacks the archive.
             async with self._registering.setdefault(key, asyncio.Lock()):
                 self._refuse_twin(wanted, key)
@@ -430,6 +437,8 @@ class Registry:
             self._store.delete(copy)
 
 
-def _key_of(wanted: Wanted, location: str, manifest: Manifest) -> ModelKey:
-    name = wanted.name or manifest.model_name or default_model_name(location)
-    return ModelKey(check_model_name(name), check_version_name(shown_url(wanted.url), manifest))
+def _key_of(wanted: Wanted, location: str, archive: OpenedArchive) -> ModelKey:
+    if is_workflow(archive.archive):  # it has no handler, and an error about that would mislead
+        raise InvalidArchive(f"{location} {IS_WORKFLOW}, or register it at /workflows.")
+    name = wanted.name or archive.manifest.model_name or default_model_name(location)
+    return ModelKey(check_model_name(name), check_version_name(shown_url(wanted.url), archive.manifest))

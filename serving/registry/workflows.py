@@ -37,13 +37,13 @@ from torchere.serving.errors import (
     WorkflowFailed,
     WorkflowNotFound,
 )
-from torchere.serving.registry.desired import Wanted
+from torchere.serving.registry.desired import Wanted, startup_workflows
 from torchere.serving.registry.fetching import Claim, Fetching
 from torchere.serving.registry.names import NAME_PATTERN
 from torchere.serving.registry.registry import Registry
 from torchere.serving.registry.version import Version, load_failure
 from torchere.serving.store.fetch import unsaved
-from torchere.serving.store.package import OpenedArchive, Store, StoredArchive
+from torchere.serving.store.package import OpenedArchive, Store, StoredArchive, StoreFolder
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +92,7 @@ class Workflows:
         self._workflows: dict[str, Workflow] = {}
         self._registering: set[str] = set()  # names of workflows that are being registered
         self._leaving: set[str] = set()  # removed, but running requests still need their steps
-        self._missing: list[SnapshotWorkflow] = []  # of the snapshot, and not registered
+        self._missing: list[SnapshotWorkflow] = []  # of the start, and not registered
         self._removals: set[asyncio.Task[None]] = set()
         self._stopping = False
         registry.workflows = self
@@ -157,7 +157,7 @@ class Workflows:
                 await asyncio.to_thread(archive.close)
             if stored is not None:
                 await asyncio.to_thread(self._store.remove, stored)  # the registry has unpacked copies
-        self._forget(name)
+        self._forget(name, wanted.url)
         self._registry.workflows_changed()
         await self._registry.written()
         _tell_oddities(name, spec, self._server.service_envelope)
@@ -201,15 +201,27 @@ class Workflows:
         if claim.copy is not None and not self._registry.hand_over(claim.copy):
             self._store.delete(claim.copy)
 
+    async def wanted_at_startup(self) -> list[SnapshotWorkflow]:
+        """Return the workflows that the settings load at startup; opens no archive.
+
+        Raises:
+            ServingError: the whole workflow store is to be served, and it can't be read.
+        """
+        folder = StoreFolder(self._server.workflow_store or self._server.model_store)
+        return await asyncio.to_thread(startup_workflows, self._server, folder.workflow_names)
+
     async def load_at_startup(self, wanted: Sequence[SnapshotWorkflow]) -> None:
-        """Register the workflows of a snapshot in turn; log and skip one that fails."""
+        """Register the workflows of the start in turn; log and skip one that fails."""
         for each in wanted:
             try:
                 await self.register(each, at_startup=True)
             except ServingError as err:
-                if each.name in self._workflows:  # a client was faster: management is open by now
+                # A client was faster, as management is open by now, or another archive has the same name.
+                is_there = each.name in self._workflows or (not each.name and isinstance(err, Conflict))
+                if is_there and each in self._server.snapshot_workflows:
                     continue
-                self._missing.append(each)
+                if not is_there:
+                    self._missing.append(each)
                 logger.error("Failed to load workflow: %s: %s", shown_url(each.url), err.full_text)
             except Exception:  # a bug: it must be seen, and the other workflows of the start are served
                 self._missing.append(each)
@@ -217,7 +229,7 @@ class Workflows:
 
     def missing(self) -> tuple[str, ...]:
         """Return the names of startup workflows that could not be registered."""
-        return tuple(each.name or shown_url(each.url) for each in self._missing)
+        return tuple(map(_name_of, self._missing))
 
     def to_restore(self) -> list[dict[str, Any]]:
         """Return the snapshot entries of all workflows, also of missing ones."""
@@ -236,8 +248,9 @@ class Workflows:
         if "_fetching" in self.__dict__:
             self._store.close()
 
-    def _forget(self, name: str) -> bool:
-        kept = [each for each in self._missing if each.name != name]
+    def _forget(self, name: str, url: str | None = None) -> bool:
+        """Forget the missing workflows of a name, and those of a URL that were given none."""
+        kept = [each for each in self._missing if _name_of(each) != name and (each.name or each.url != url)]
         has_forgotten = len(kept) < len(self._missing)
         self._missing = kept
         return has_forgotten
@@ -361,6 +374,12 @@ def _tell_oddities(name: str, spec: WorkflowSpec, envelope: str | None) -> None:
             envelope,
             ", ".join(lost),
         )
+
+
+def _name_of(wanted: SnapshotWorkflow) -> str:
+    """Return the name of a workflow that was not opened: without one, that of its file, as it mostly is."""
+    file = wanted.url.partition("?")[0].rstrip("/").rpartition("/")[2]  # hides the query
+    return wanted.name or file.removesuffix(".war")
 
 
 def _wanted(

@@ -25,6 +25,7 @@ from torchere.archiver.manifest import Manifest
 from torchere.archiver.reader import Archive, ArchiveLimits, open_archive
 from torchere.archiver.signature import Signature, archive_signature
 from torchere.archiver.split import SECTION, Split
+from torchere.archiver.workflow import MANIFEST_NAME as WORKFLOW_MANIFEST
 from torchere.serving.config.kinds import shown_url
 from torchere.serving.config.model_properties import UNSUPPORTED_KEYS, unsupported_keys
 from torchere.serving.config.model_settings import ModelConfig, config_of
@@ -367,19 +368,30 @@ def _invalid(err: ArchiveError) -> InvalidArchive:
     return InvalidArchive(err.reason, str(err))
 
 
+IS_WORKFLOW = "is a workflow, not a model: name it in load_workflows"
+
+
+def is_workflow(archive: Archive) -> bool:
+    """Return whether an archive is a workflow's, and not a model's, too."""
+    names = {entry.name for entry in archive.entries}
+    return WORKFLOW_MANIFEST in names and MANIFEST_NAME not in names
+
+
 # The model store: which of its files are archives, and the path of a named archive.
 # A name from a client can never refer to a file outside the folder; the operator may name a folder elsewhere.
 
 _ARCHIVE_SUFFIXES = (".mar", ".model", ".tar.gz", ".tgz")
 
 
-def is_archive(path: Path) -> bool:
+def is_archive(
+    path: Path, suffixes: tuple[str, ...] = _ARCHIVE_SUFFIXES, manifest: str = MANIFEST_NAME
+) -> bool:
     """Return whether `load_models=all` loads this store entry: an archive, packed or unpacked.
 
     A folder without a manifest is not an archive, for example `lost+found` on a volume.
     """
-    packed = path.name.endswith(_ARCHIVE_SUFFIXES)
-    return not path.name.startswith(".") and (packed or os.path.isfile(path / MANIFEST_NAME))
+    packed = path.name.endswith(suffixes)
+    return not path.name.startswith(".") and (packed or os.path.isfile(path / manifest))
 
 
 class StoreFolder:
@@ -408,14 +420,25 @@ class StoreFolder:
         Raises:
             ServingError: the folder can't be listed.
         """
+        return sorted(path.name for path in self._entries("model") if is_archive(path))
+
+    def workflow_names(self) -> list[str]:
+        """Return the sorted names of the workflows that `load_workflows=all` loads, packed or unpacked.
+
+        Raises:
+            ServingError: the folder can't be listed.
+        """
+        entries = self._entries("workflow")
+        return sorted(path.name for path in entries if is_archive(path, (".war",), WORKFLOW_MANIFEST))
+
+    def _entries(self, kind: str) -> list[Path]:
         if self.path is None:
             return []
         try:
-            paths = list(self.path.iterdir())
+            return list(self.path.iterdir())
         except OSError as err:
             text = f"{self.path}: {err.strerror}; expected a folder that this user may read."
-            raise ServingError("The model store can't be read.", text) from err
-        return sorted(path.name for path in paths if is_archive(path))
+            raise ServingError(f"The {kind} store can't be read.", text) from err
 
     def find(self, url: str, trusted: bool) -> Path:
         """Return the path of the archive that `url` names.

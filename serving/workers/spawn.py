@@ -112,7 +112,8 @@ def fork_server_ahead(settings: ServerSettings) -> Iterator[Spawned | None]:
     Yields None if they name no models, or if the process can't be started; a later launch then tries again.
     """
     spawned = None
-    if settings.load_models or settings.snapshot_models or settings.snapshot_workflows:
+    of_snapshot = settings.snapshot_models or settings.snapshot_workflows
+    if settings.load_models or settings.load_workflows or of_snapshot:
         with suppress(OSError):
             environment = worker_environment(settings.env_vars_hidden_from_workers, settings)
             spawned = spawn(environment, settings.preload_modules)

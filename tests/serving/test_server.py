@@ -149,6 +149,17 @@ def test_a_second_signal_ends_at_once_unless_it_is_a_sigterm_right_behind_anothe
         signals.take(second)
 
 
+def test_a_workflow_of_the_settings_that_is_not_there_keeps_the_server_unready(tmp_path: Path) -> None:
+    async def main() -> tuple[str, ...]:
+        server = Server(settings_of(tmp_path, load_workflows=("flow.war",)))
+        await server.start()
+        reasons = server._dataplane.readiness().reasons
+        await server.stop()
+        return reasons
+
+    assert asyncio.run(main()) == ("model flow could not be registered; the log says why",)
+
+
 @pytest.mark.parametrize("waits_for", ["an archive", "pip"])
 def test_while_the_start_waits_probes_are_answered_and_nothing_is_healthy(
     tmp_path: Path, waits_for: str, caplog: pytest.LogCaptureFixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -158,6 +159,22 @@ def test_of_the_models_to_load_those_are_named_that_are_missing_or_broken(
     status, report = checked("model_store=store\nload_models=a=none.mar\n", capsys)
     assert status == 0
     assert "warning: there is no store/none.mar" in report
+
+
+def test_of_the_workflows_to_load_those_are_named_that_are_missing_and_those_that_are_loaded_as_models(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    text = "model_store=store\nload_workflows=none.war\n"
+    status, report = checked(text, capsys)
+    assert status == 0
+    assert "warning: there is no store/none.war" in report
+    with zipfile.ZipFile("store/flow.war", "w") as war:
+        war.writestr("WAR-INF/MANIFEST.json", "{}")
+    status, report = checked("model_store=store\nload_workflows=flow.war\n", capsys)
+    assert (status, "0 errors, 0 warnings" in report) == (0, True), report
+    status, report = checked("model_store=store\nload_models=flow.war\n", capsys)
+    assert status == 1
+    assert "error: flow.war is a workflow, not a model: name it in load_workflows" in report
 
 
 def test_a_folder_to_load_may_be_outside_of_the_store(

@@ -233,6 +233,14 @@ def test_load_models_gives_way_to_a_snapshot_with_a_warning() -> None:
     assert "model_snapshot is there" in warnings(text)[0]
 
 
+def test_load_workflows_is_read_as_load_models_is_and_gives_way_to_a_snapshot() -> None:
+    assert settings("load_workflows=flow.war, x=y.war").load_workflows == ("flow.war", "x=y.war")
+    text = f"load_workflows=ALL\n{SNAPSHOT}"
+    assert settings(text).load_workflows == ()
+    (warning,) = warnings(text)
+    assert "load_workflows: not used: model_snapshot is there, and lists the workflows to load" in warning
+
+
 @given(st.sampled_from(sorted(KEYS)), st.text(max_size=40))
 def test_any_value_of_any_key_ends_in_a_finding_never_in_a_crash(name: str, value: str) -> None:
     made = configure((), {}, {name: value})
@@ -240,7 +248,8 @@ def test_any_value_of_any_key_ends_in_a_finding_never_in_a_crash(name: str, valu
 
 
 def test_what_counts_is_kept_for_snapshots_without_what_must_be_said_anew() -> None:
-    text = "model_store=store\njob_queue_size=$$SIZE$$\nkeystore_pass=secret\nload_models=all\nunknown=1"
+    text = "model_store=store\njob_queue_size=$$SIZE$$\nkeystore_pass=secret\nload_models=all"
+    text += "\nload_workflows=all\nunknown=1"
     environ = {"SIZE": "7"}
     command_line = {"disable_token_authorization": "true", "default_workers_per_model": "2"}
     effective = dict(configure(parse_properties(text), environ, command_line).effective)

@@ -3,9 +3,9 @@
 import pytest
 
 from torchere.serving.config.model_settings import Asked
-from torchere.serving.config.server_settings import ServerSettings, SnapshotModel
+from torchere.serving.config.server_settings import ServerSettings, SnapshotModel, SnapshotWorkflow
 from torchere.serving.errors import InvalidSnapshot
-from torchere.serving.registry.desired import Wanted, check_snapshot, startup_models
+from torchere.serving.registry.desired import Wanted, check_snapshot, startup_models, startup_workflows
 
 ENTRY: dict[str, object] = {
     "minWorkers": 0,
@@ -33,6 +33,15 @@ def test_items_may_name_the_model_and_all_is_the_whole_store() -> None:
     everything = startup_models(ServerSettings(load_models=("ALL",)), lambda: ["b.mar", "folder"])
     assert [wanted.url for wanted in everything] == ["b.mar", "folder"]
     assert all(wanted.at_startup for wanted in everything)
+
+
+def test_workflows_of_the_start_are_named_as_models_are_and_all_is_the_whole_workflow_store() -> None:
+    kept = SnapshotWorkflow("kept.war", "kept")
+    server = ServerSettings(snapshot_workflows=(kept,), load_workflows=("a=x.war", "https://h/y.war?z=1"))
+    named = [SnapshotWorkflow("x.war", "a"), SnapshotWorkflow("https://h/y.war?z=1")]
+    assert startup_workflows(server, list) == [kept, *named]
+    everything = startup_workflows(ServerSettings(load_workflows=("all",)), lambda: ["a=b.war"])
+    assert everything == [SnapshotWorkflow("a=b.war")]
 
 
 @pytest.mark.parametrize(

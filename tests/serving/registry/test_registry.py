@@ -296,6 +296,23 @@ def test_a_model_of_the_start_from_another_archive_is_missing_no_more(tmp_path: 
     asyncio.run(main())
 
 
+def test_the_error_of_a_workflow_among_the_models_of_a_start_names_the_key_that_loads_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def main() -> None:
+        async with registry_of(tmp_path, load_models=("w.war",), default_handler="h.py") as registry:
+            with zipfile.ZipFile(tmp_path / "store" / "w.war", "w") as war:
+                war.writestr("WAR-INF/MANIFEST.json", "{}")
+            await registry.load_at_startup(await registry.wanted_at_startup())
+            assert registry.missing() == ("w_war",)
+
+    asyncio.run(main())
+    assert (
+        "Failed to load model: w.war: w.war is a workflow, not a model: name it in load_workflows, or "
+        "register it at /workflows." in caplog.messages
+    )
+
+
 def test_a_step_of_a_workflow_from_the_archive_of_a_missing_model_stands_for_no_model(tmp_path: Path) -> None:
     async def main() -> None:
         async with registry_of(tmp_path, load_models=("away.mar",)) as registry:

@@ -423,3 +423,29 @@ def test_at_the_stop_of_the_server_the_download_of_a_workflow_ends(
 
     monkeypatch.setattr(Store, "download", download)
     asyncio.run(main())
+
+
+def test_a_workflow_of_the_settings_is_registered_and_one_that_fails_is_missing_until_it_is(
+    tmp_path: Path, both: Path, caplog: pytest.LogCaptureFixture
+):
+    async def main() -> None:
+        registry: Any = _Registry(tmp_path / "store")
+        registry.folder.mkdir()
+        settings = ServerSettings(workflow_store=registry.folder, load_workflows=("all",))
+        workflows = Workflows(settings, registry)
+        for name in ("first.war", "second.war"):  # of one workflow: the second is told, and not missing
+            (registry.folder / name).write_bytes(both.read_bytes())
+        (registry.folder / "broken.war").write_text("junk")
+        await workflows.load_at_startup(await workflows.wanted_at_startup())
+        assert [each.name for each in workflows.registered()] == ["flow"]
+        assert workflows.missing() == ("broken",)
+        await workflows.unregister("flow")
+        (registry.folder / "broken.war").write_bytes(both.read_bytes())
+        await workflows.register(SnapshotWorkflow("broken.war"))
+        assert workflows.missing() == ()
+        await asyncio.to_thread(workflows.close)
+
+    asyncio.run(main())
+    told = [text for text in caplog.messages if text.startswith("Failed to load workflow: ")]
+    assert [text.split(": ")[1] for text in told] == ["broken.war", "second.war"]
+    assert "Workflow flow is already registered." in told[1]

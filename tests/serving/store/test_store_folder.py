@@ -60,6 +60,8 @@ def test_a_folder_that_cannot_be_listed_is_named(root: Path) -> None:
     with pytest.raises(ServingError) as caught:
         StoreFolder(root).names()
     assert f"{root}: No such file or directory; expected" in caught.value.detail
+    with pytest.raises(ServingError, match="The workflow store can't be read"):
+        StoreFolder(root).workflow_names()
 
 
 def test_archives_and_folders_of_models_are_listed_and_nothing_else(root: Path) -> None:
@@ -69,7 +71,12 @@ def test_archives_and_folders_of_models_are_listed_and_nothing_else(root: Path) 
     (root / "lost+found").mkdir()
     (root / "notes.txt").touch()
     (root / ".hidden.mar").touch()
+    for name in ("w.war", ".hidden.war"):
+        (root / name).touch()
+    (root / "v" / "WAR-INF").mkdir(parents=True)
+    (root / "v" / "WAR-INF" / "MANIFEST.json").touch()
     assert StoreFolder(root).names() == ["a", "b.mar"]
+    assert StoreFolder(root).workflow_names() == ["v", "w.war"]
 
 
 def test_a_full_path_does_not_lead_a_client_out_of_the_folder(root: Path, tmp_path: Path) -> None:

@@ -35,6 +35,7 @@ def test_threads_that_wait_sleep_soon_unless_the_operator_wants_it_otherwise(
     "settings",
     [
         ServerSettings(load_models=("m.mar",)),
+        ServerSettings(load_workflows=("w.war",)),
         ServerSettings(snapshot_models=(SnapshotModel("m", "1.0", "m.mar", True, {}),)),
     ],
 )
