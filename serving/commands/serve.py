@@ -27,6 +27,7 @@ from torchere.serving.commands.serve_options import (
 )
 from torchere.serving.commands.tools import TORCHSERVE_VERSION
 from torchere.serving.logs.access_lines import LineFormatter
+from torchere.serving.logs.levels import set_at_start
 from torchere.serving.logs.lines import AT_START, LEVELS
 from torchere.serving.logs.lines import configure as configure_logging
 
@@ -74,10 +75,9 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
     add_serve_options(parser, "required here or in the configuration file, unless MODEL is given")
     parser.add_argument(
         "--log-level",
-        default="INFO",
         type=str.upper,
         choices=LEVELS,
-        help="lowest level to log (default: INFO)",
+        help="lowest level to log (default: that of root in log_levels, or INFO)",
     )
     parser.add_argument(
         "--log-format",
@@ -147,7 +147,10 @@ def _log_as_asked(plan: Plan, options: argparse.Namespace) -> None:
         from torchere.serving.logs.console import ConsoleFormatter, wants_color  # noqa: PLC0415 - for people
 
         lines = ConsoleFormatter(color=wants_color(os.environ, sys.stdout.isatty()))
-    configure_logging(options.log_level, wanted == "json", sys.stdout, lines=lines)
+    levels = dict(plan.settings.log_levels)
+    root_level = levels.pop("root", "INFO")
+    configure_logging(options.log_level or root_level, wanted == "json", sys.stdout, lines=lines)
+    set_at_start(levels)
     if plan.settings.log_files:
         log_files.add_log_files(plan.log_directory)
     if wanted == "torchserve":
@@ -230,7 +233,7 @@ def _log_account(plan: Plan, options: argparse.Namespace, names_file: bool) -> N
         logger.warning("%s: restoring its snapshot of %d models; %s", origin, count, remedy)
     if options.log_config:
         logger.warning(
-            "--log-config has no effect: log4j2 files are not read; PUT /log-level changes levels, and "
-            "%s=json|text|torchserve the format",
+            "--log-config has no effect: log4j2 files are not read; log_levels sets levels, PUT /log-level "
+            "changes them, and %s=json|text|torchserve sets the format",
             LOG_FORMAT_VARIABLE,
         )

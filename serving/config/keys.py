@@ -55,7 +55,10 @@ def _variable(name: str) -> str:
 _PORT = kinds.whole(0, kinds.MAX_PORT)
 _NO_NETTY = "there is no Netty here; event loops need no tuning"
 _NO_JVM = "there is no JVM here; remove it"
-_NO_LOG4J = "there is no JVM here, and log4j2 files are not read: PUT /log-level changes levels; remove it"
+_NO_LOG4J = (
+    "there is no JVM here, and log4j2 files are not read: log_levels sets levels, and PUT /log-level changes "
+    "them; remove it"
+)
 NO_KEYSTORES = (
     "Java key stores are not read; convert one once with `openssl pkcs12 -in FILE -nodes -out tls.pem` "
     "(of type JKS, after `keytool -importkeystore -srckeystore FILE -destkeystore NEW -deststoretype "
@@ -187,6 +190,7 @@ _OURS = (
     _key("trusted_signing_keys", kinds.PATHS),
     _key("audit_log", kinds.PATH),
     _key("log_files", kinds.BOOLEAN),
+    _key("log_levels", kinds.LOGGER_LEVELS),
     _key("default_isolation", kinds.ISOLATION),
     _key("pin_cores", kinds.BOOLEAN),
     _key("preload_modules", kinds.MODULES),

@@ -297,6 +297,26 @@ def _one_of(names: Sequence[str]) -> Kind:
     return Kind(f"{', '.join(names[:-1])} or {names[-1]}", read)
 
 
+LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")  # those of `logs/lines.py`, a room above
+_LOG_LEVEL = re.compile(rf"([\w.-]{{1,200}})=({'|'.join(LOG_LEVELS)})", re.IGNORECASE)
+
+
+def _read_log_levels(text: str) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for item in _items(text):
+        match = _LOG_LEVEL.fullmatch(item)
+        if match is None or match[1] in found:
+            raise ValueError(f"found {item!r}" if match is None else f"{match[1]} is there twice")
+        found[match[1]] = match[2].upper()
+    return found
+
+
+LOGGER_LEVELS = Kind(
+    f"comma-separated LOGGER=LEVEL; levels are {', '.join(LOG_LEVELS)}, and root is the logger of all others",
+    _read_log_levels,
+)
+
+
 # Names of TorchServe's earlier releases, which configurations for KServe still use.
 _RENAMED_ENVELOPES = {"kfserving": "kserve", "kfservingv2": "kservev2"}
 

@@ -345,6 +345,7 @@ class ServerSettings:
     snapshots: SnapshotSettings | None = None  # None: none are written
     audit_log: Path | None = None  # also write the lines of the audit log to this file
     log_files: bool = False  # also write TorchServe's three log files
+    log_levels: dict[str, str] = field(default_factory=dict)  # by logger; "root": of all others
     model_api_enabled: bool = False  # allow registering and unregistering over the network
     token_auth_enabled: bool = True
     token_expiration_min: float = 60.0

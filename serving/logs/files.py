@@ -23,7 +23,7 @@ from torchere.serving.logs.access_lines import (
     TakesAccessLines,
     access_log,
 )
-from torchere.serving.logs.lines import escape, trace_of
+from torchere.serving.logs.lines import MODEL_LOGGER, escape, trace_of
 from torchere.serving.logs.output import SaysWhatIsLost
 
 MAX_FILE_BYTES = 100 * 2**20  # TorchServe's limit; TorchServe also compresses old files and rotates daily
@@ -114,7 +114,6 @@ def _is_at(descriptor: int, path: str) -> bool:
 
 logger = logging.getLogger(__name__)
 
-MODEL_LOGGER = "MODEL_LOG"
 _LEVELS = {"WARNING": "WARN", "CRITICAL": "FATAL"}  # log4j's names where they differ
 
 

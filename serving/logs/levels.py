@@ -1,13 +1,14 @@
-"""Log levels that can be changed while the server runs."""
+"""Log levels: those of the settings, and changes while the server runs."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 from weakref import WeakSet
 
-from torchere.serving.logs.lines import LEVELS
+from torchere.serving.logs.lines import LEVELS, MODEL_LOGGER
 
 logger = logging.getLogger(__name__)
 
@@ -35,8 +36,8 @@ class LogLevelError(ValueError):
 def follow(follower: Follower) -> None:
     """Send a new process the levels changed so far and every later change."""
     _followers.add(follower)
-    for name, level in _changed.items():
-        follower.set_log_level(name, level)
+    for name in _changed:
+        _tell(follower, name)
 
 
 def set_level(name: str, level: int) -> None:
@@ -46,6 +47,12 @@ def set_level(name: str, level: int) -> None:
     elif not name:
         level = _at_start.pop(name, logging.root.level)
     logging.getLogger(name or None).setLevel(level)
+
+
+def set_at_start(wanted: Mapping[str, str]) -> None:
+    """Set levels, by logger, in this process and in all future workers; the loggers may be made later."""
+    for name, level in wanted.items():
+        _set(name, level)
 
 
 def change_level(name: str, level: str) -> None:
@@ -62,12 +69,24 @@ def change_level(name: str, level: str) -> None:
     # The handlers' loggers are in the workers. Any other unknown name would create a logger for each part.
     if name and name not in logging.root.manager.loggerDict and not _is_of_handlers(name):
         raise LogLevelError(f"logger: nothing logs as {name!r}; GET /log-level shows those that have a level")
-    _changed[name] = logging.getLevelName(wanted)
-    set_level(name, _changed[name])
-    for follower in list(_followers):
-        follower.set_log_level(name, _changed[name])
+    _set(name, wanted)
     level_now = wanted if name else logging.getLevelName(logging.root.level)
     logger.warning("the log level of %s is %s from now on", name or "everything else", level_now)
+
+
+def _set(name: str, level: str) -> None:
+    _changed[name] = logging.getLevelName(level)
+    set_level(name, _changed[name])
+    for follower in list(_followers):
+        _tell(follower, name)
+
+
+def _tell(follower: Follower, name: str) -> None:
+    """Send a process the level of a logger. In a worker all loggers are `MODEL_LOG` to TorchServe."""
+    if name in ("", MODEL_LOGGER):
+        follower.set_log_level("", _changed.get(MODEL_LOGGER) or _changed.get("", 0))
+    else:
+        follower.set_log_level(name, _changed[name])
 
 
 def _is_of_handlers(name: str) -> bool:

@@ -27,6 +27,8 @@ else:
 
 FLUSH_TIMEOUT_S = 2.0  # wait for the reader of standard output, at the end of the process
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
+MODEL_LOGGER = "MODEL_LOG"  # TorchServe's name for all that workers log and print
+model_log = logging.getLogger(MODEL_LOGGER)  # logs nothing: its level is the least of all lines of workers
 
 
 class _Handler(TakesAccessLines, SaysWhatIsLost, _StreamHandler):

@@ -26,7 +26,7 @@ from typing import TypeAlias
 
 from torchere.handlers.metrics import MetricSample
 from torchere.serving.io.loop_time import TURN_S, LoopShare
-from torchere.serving.logs.lines import OWN_FIELDS, extras_of, trace_of
+from torchere.serving.logs.lines import OWN_FIELDS, extras_of, model_log, trace_of
 
 SEPARATOR = "\x1e"  # ASCII's record separator, which is rarely printed
 MAX_TEXT_CHARACTERS = 6000  # per message, traceback or extra field
@@ -186,7 +186,8 @@ def relay(
     # The worker drops records below INFO unless its handler sets a lower level. So a record that arrives is
     # wanted, and only a level above INFO, which an operator sets, suppresses it.
     level = logger.getEffectiveLevel()
-    if (record.levelno >= level or level <= logging.INFO) and not _repeats(record):
+    is_wanted = record.levelno >= level or level <= logging.INFO
+    if is_wanted and record.levelno >= model_log.level and not _repeats(record):
         logger.handle(record)
 
 
@@ -221,7 +222,7 @@ def metric_of(text: str) -> MetricSample | None:
 
 def _print(line: str, origin: Mapping[str, object], plain: logging.Logger) -> None:
     """Log text at INFO, without `Logger.info`, which spends half of the time on finding its caller."""
-    if plain.isEnabledFor(logging.INFO):
+    if plain.isEnabledFor(logging.INFO) and model_log.level <= logging.INFO:
         plain.handle(_made(logging.INFO, plain.name, line, origin))
 
 

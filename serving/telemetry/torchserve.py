@@ -183,7 +183,7 @@ def log_value(
 
 
 def open_metric_files(directory: Path) -> bool:
-    """Open the files of both loggers in `directory`; the log level of the server does not affect them.
+    """Open the files of both loggers in `directory`; only a level of their own affects them.
 
     Return whether they could be opened; if not, a warning is logged and the lines go to the console only.
     """
@@ -195,7 +195,8 @@ def open_metric_files(directory: Path) -> bool:
         return False
     for name, file in files.items():
         logging.getLogger(name).addHandler(file)
-        logging.getLogger(name).setLevel(logging.INFO)
+        if not logging.getLogger(name).level:  # otherwise `log_levels` has set it
+            logging.getLogger(name).setLevel(logging.INFO)
     return True
 
 

@@ -20,6 +20,7 @@ from torchere.serving.commands import torchserve as launcher
 from torchere.serving.commands.serve_options import plan_from
 from torchere.serving.config.properties import ConfigurationError
 from torchere.serving.config.server_settings import ServerSettings, SnapshotSettings
+from torchere.serving.logs import levels
 from torchere.serving.logs.files import Log4jFormatter, remove_log_files
 from torchere.serving.store import url_rules
 from torchere.serving.workers import spawn as spawning
@@ -554,11 +555,37 @@ def test_serve_logs_each_warning_once(
     assert cli.main(["serve", *flags]) == 0
     assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [
         "c.properties, line 1: vmargs: has no effect: there is no JVM here, and log4j2 files are not "
-        "read: PUT /log-level changes levels; remove it",
+        "read: log_levels sets levels, and PUT /log-level changes them; remove it",
         "c.properties, line 2: job_queue_sise: unknown key, not used; did you mean job_queue_size?",
-        "--log-config has no effect: log4j2 files are not read; PUT /log-level changes levels, and "
-        "TORCHERE_LOG_FORMAT=json|text|torchserve the format",
+        "--log-config has no effect: log4j2 files are not read; log_levels sets levels, PUT /log-level "
+        "changes them, and TORCHERE_LOG_FORMAT=json|text|torchserve sets the format",
     ]
+
+
+@pytest.mark.parametrize(("flags", "root"), [((), "ERROR"), (("--log-level", "debug"), "DEBUG")])
+def test_levels_of_the_log_are_settings_but_a_flag_wins_for_all_that_are_not_named(
+    store: Path, server: FakeServer, monkeypatch: pytest.MonkeyPatch, flags: Sequence[str], root: str
+) -> None:
+    configured: list[str] = []
+    monkeypatch.setattr(cli_serve, "configure_logging", lambda level, *_, **__: configured.append(level))
+    monkeypatch.setenv("TS_LOG_LEVELS", "root=error, torchere.test.cli=WARNING")
+    Path("c.properties").write_text("enable_envvars_config=true\n")
+    arguments = ["serve", "--ts-config", "c.properties", "--model-store", str(store), *flags]
+    assert cli.main(arguments) == 0
+    assert configured == [root]
+    assert levels.levels()["torchere.test.cli"] == "WARNING"
+    levels.change_level("torchere.test.cli", "NOTSET")
+
+
+@pytest.mark.parametrize("value", ["ACCESS_LOG=LOUD", "INFO"])
+def test_a_level_of_the_log_that_is_none_refuses_the_start(
+    server: FakeServer, store: Path, capsys: pytest.CaptureFixture[str], value: str
+) -> None:
+    Path("c.properties").write_text(f"log_levels={value}\n")
+    assert cli.main(["serve", "--ts-config", "c.properties", "--model-store", str(store)]) == 1
+    cause = f"log_levels: found {value!r}, expected comma-separated LOGGER=LEVEL"
+    assert cause in capsys.readouterr().err
+    assert server.served == []
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="it has no such limits")

@@ -24,8 +24,8 @@ def test_the_report_tells_lines_in_order_with_value_and_effect() -> None:
     assert text.split("\n") == [
         "c.properties",
         "  line 1: vmargs=-X",
-        "      warning: has no effect: there is no JVM here, and log4j2 files are not read: PUT /log-level "
-        "changes levels; remove it",
+        "      warning: has no effect: there is no JVM here, and log4j2 files are not read: log_levels sets "
+        "levels, and PUT /log-level changes them; remove it",
         "  line 2: job_queue_size=5",
         "      max_queue_size = 5",
         "  line 3: number_of_gpu=x",

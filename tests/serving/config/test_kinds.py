@@ -342,3 +342,10 @@ def test_a_size_may_have_a_unit(text: str, expected: int) -> None:
 @pytest.mark.parametrize("text", ["6 apples", "MB", "-6MB", "0.1b", "1_000", "6MBit"])
 def test_any_other_size_is_refused_with_an_example(text: str) -> None:
     assert "or with a unit (6MB, 6MiB)" in error(f"max_request_size={text}")
+
+
+def test_levels_are_those_of_loggers_each_of_which_is_named_once() -> None:
+    made = settings("log_levels=ACCESS_LOG=warning, root=ERROR,torchere.serving=DEBUG")
+    assert made.log_levels == {"ACCESS_LOG": "WARNING", "root": "ERROR", "torchere.serving": "DEBUG"}
+    for value in ("a=INFO,a=DEBUG", "a=NOTSET", "=INFO", "a b=INFO", f"{'a' * 201}=INFO"):
+        assert "expected comma-separated LOGGER=LEVEL; levels are DEBUG, INFO" in error(f"log_levels={value}")

@@ -2,7 +2,17 @@ import logging
 
 import pytest
 
-from torchere.serving.logs.levels import LogLevelError, change_level, levels, set_level
+from torchere.serving.config import kinds
+from torchere.serving.logs import levels as module
+from torchere.serving.logs.levels import (
+    LogLevelError,
+    change_level,
+    follow,
+    levels,
+    set_at_start,
+    set_level,
+)
+from torchere.serving.logs.lines import LEVELS
 
 
 @pytest.fixture(autouse=True)
@@ -81,3 +91,36 @@ def test_what_is_not_there_is_refused_and_nothing_is_made_of_it(name, level, cau
 def test_modules_of_handlers_whose_loggers_only_workers_have_are_known(name):
     change_level(name, "INFO")
     change_level(name, "NOTSET")
+
+
+def test_the_settings_take_the_same_levels():
+    assert kinds.LOG_LEVELS == LEVELS
+
+
+class _Worker:
+    def __init__(self):
+        self.told = []
+
+    def set_log_level(self, name, level):
+        self.told.append((name, level))
+
+
+def test_levels_of_the_settings_hold_in_workers_and_for_loggers_that_are_made_later(monkeypatch):
+    monkeypatch.setattr(module, "_changed", {})
+    set_at_start({"torchere.test.levels": "ERROR", "torchere.test.levels.late": "DEBUG"})
+    assert not logging.getLogger("torchere.test.levels.one").isEnabledFor(logging.WARNING)
+    assert logging.getLogger("torchere.test.levels.late").isEnabledFor(logging.DEBUG)
+    follow(worker := _Worker())
+    assert worker.told == [
+        ("torchere.test.levels", logging.ERROR),
+        ("torchere.test.levels.late", logging.DEBUG),
+    ]
+    change_level("torchere.test.levels.late", "NOTSET")
+
+
+def test_the_level_of_model_log_is_that_of_all_loggers_of_workers_while_it_is_set(monkeypatch):
+    monkeypatch.setattr(module, "_changed", {})
+    follow(worker := _Worker())
+    for name, level in (("MODEL_LOG", "DEBUG"), ("", "WARNING"), ("MODEL_LOG", "NOTSET"), ("", "NOTSET")):
+        change_level(name, level)
+    assert worker.told == [("", logging.DEBUG), ("", logging.DEBUG), ("", logging.WARNING), ("", 0)]

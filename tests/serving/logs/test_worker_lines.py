@@ -336,3 +336,11 @@ def test_records_of_a_rank_name_it():
     finally:
         logging.getLogger().removeHandler(handler)
     assert json.loads(formatter.format(record).removeprefix(SEPARATOR))["extra"] == {"rank": "3"}
+
+
+def test_the_level_of_model_log_bounds_all_that_workers_log_and_print(caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("MODEL_LOG"), "level", logging.WARNING)
+    caplog.set_level(logging.DEBUG)
+    for line in ("printed", line_of(levelno=logging.INFO), line_of(levelno=logging.WARNING)):
+        relay(line, TOKEN, ORIGIN, PLAIN)
+    assert [(record.name, record.levelno) for record in caplog.records] == [("my.handler", logging.WARNING)]

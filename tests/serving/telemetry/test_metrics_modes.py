@@ -222,6 +222,15 @@ def test_lines_are_written_whatever_the_servers_log_level_is(files):
     assert logged(files, "ts_metrics.log") == ["Requests4XX.Count:1.0|#Level:Host|#hostname:vm,timestamp:0"]
 
 
+def test_a_level_of_the_loggers_own_that_the_settings_set_stays(files):
+    close_metric_files()
+    logging.getLogger("TS_METRICS").setLevel(logging.WARNING)
+    assert open_metric_files(files)
+    Metrics("vm", mode="log").request_finished(404)
+    logging.getLogger("TS_METRICS").setLevel(logging.NOTSET)
+    assert logged(files, "ts_metrics.log") == []
+
+
 def test_files_that_are_opened_again_have_each_line_once(files):
     assert open_metric_files(files)
     Metrics("vm", mode="log").request_finished(404)
