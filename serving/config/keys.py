@@ -177,6 +177,7 @@ _OURS = (
     _key("max_held_bytes", kinds.size(0), "limits.max_held_bytes"),
     _key("max_connections", kinds.whole(0), "limits.max_connections"),
     _key("min_upload_rate", kinds.whole(0), "limits.min_upload_rate"),
+    _key("keep_alive_s", kinds.number(1, 86_400)),
     _key("client_rate", kinds.number(0, MAX_CLIENT_LIMIT), "clients.rate"),
     _key("client_burst", kinds.whole(0, MAX_CLIENT_LIMIT), "clients.burst"),
     _key("client_concurrency", kinds.whole(0, MAX_CLIENT_LIMIT), "clients.concurrency"),

@@ -303,6 +303,8 @@ class ServerSettings:
     cors_allowed_origin: str = ""  # these three are sent verbatim in every REST response; "": no header
     cors_allowed_methods: str = ""
     cors_allowed_headers: str = ""
+    # Of an idle REST connection. Longer than the 60 s of common load balancers, so that those close first.
+    keep_alive_s: float = 75.0
     open_inference_protocol: bool = True  # the /v2 routes and gRPC service; TorchServe's default is False
     # TorchServe's default is "log", with which the metrics endpoint is empty.
     metrics_mode: MetricsMode = "prometheus"

@@ -21,7 +21,6 @@ from torchere.serving.io.watchdog import STOPPING_TIMEOUT_S
 from torchere.serving.logs.access_lines import Client, access_log
 
 BAD_REQUEST = "GET /bad-request HTTP/1.1"  # TorchServe's access log shows this for a malformed request
-KEEP_ALIVE_S = 75.0  # idle timeout; longer than the 60 s of common load balancers, so that those close first
 # Size of one read: enough for a head and a small body. More would copy bytes of a large body, which can be
 # read directly into its own buffer.
 READ_BYTES = 32_768
@@ -78,7 +77,7 @@ class Listener:
         )
         self.buffer = bytearray(READ_BYTES)  # shared by all connections: see `Connection`
         self.view = memoryview(self.buffer)
-        self.keep_alive_s = KEEP_ALIVE_S
+        self.keep_alive_s = settings.keep_alive_s
         self.draining = False  # True: a response closes its connection
         # True: connections whose TLS handshakes end now are closed once they are idle; see also `timeout_s`
         self.stopping = False

@@ -344,6 +344,13 @@ def test_any_other_size_is_refused_with_an_example(text: str) -> None:
     assert "or with a unit (6MB, 6MiB)" in error(f"max_request_size={text}")
 
 
+def test_idle_connections_are_kept_for_a_second_to_a_day() -> None:
+    kept = [settings(f"keep_alive_s={value}").keep_alive_s for value in ("1", "620", "86400")]
+    assert kept == [1, 620, 86_400]
+    for value in ("0", "0.9", "86401", "inf"):
+        assert "expected a number from 1 to 86400" in error(f"keep_alive_s={value}")
+
+
 def test_levels_are_those_of_loggers_each_of_which_is_named_once() -> None:
     made = settings("log_levels=ACCESS_LOG=warning, root=ERROR,torchere.serving=DEBUG")
     assert made.log_levels == {"ACCESS_LOG": "WARNING", "root": "ERROR", "torchere.serving": "DEBUG"}

@@ -86,10 +86,9 @@ def write(files: TlsFiles, certificate: bytes, private_key: bytes) -> None:
 
 
 @contextlib.asynccontextmanager
-async def rest_server(planes, certificates, keep_alive_s=75.0, **settings):
+async def rest_server(planes, certificates, **settings):
     services = planes.services(max_request_bytes=2**20, **settings)
     app = listener_of(frozenset({"inference"}), planes.data, planes.control, services)
-    app.keep_alive_s = keep_alive_s
     server = RestServer(app, Address(port=0, tls=True), drain_timeout_s=2, certificates=certificates)
     yield await server.start()
     await server.stop()

@@ -21,9 +21,8 @@ def planes(planes):
     """
 
     @contextlib.asynccontextmanager
-    async def serving(surface: Role = "inference", *, keep_alive_s: float = 75, **settings):
+    async def serving(surface: Role = "inference", **settings):
         listener = listener_of(frozenset({surface}), planes.data, planes.control, planes.services(**settings))
-        listener.keep_alive_s = keep_alive_s
         server = RestServer(listener, Address(port=0), drain_timeout_s=5)
         await server.start()
         try:

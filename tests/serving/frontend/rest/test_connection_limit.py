@@ -98,6 +98,23 @@ def test_rest_closes_the_longest_idle_connection_for_a_new_one(planes):
     assert asyncio.run(main()) == [b"HTTP/1.1 200 OK"] * 3
 
 
+def test_rest_closes_a_connection_for_a_new_one_however_long_it_may_be_idle(planes):
+    ask = b"GET /predictions/echo HTTP/1.1\r\nHost: x\r\n\r\n"
+
+    async def main():
+        async with planes.connected(keep_alive_s=86_400) as (server, reader, writer):
+            server.listener.connection_limit.limit = 1
+            writer.write(ask)
+            await reader.readuntil(b"\r\n\r\n")
+            later = await asyncio.open_connection(server.address.host, server.address.port)
+            await closed(reader)
+            later[1].write(ask)
+            assert (await later[0].readuntil(b"\r\n")) == b"HTTP/1.1 200 OK\r\n"
+            later[1].close()
+
+    asyncio.run(main())
+
+
 @pytest.mark.parametrize(
     "text",
     [
