@@ -210,6 +210,8 @@ class KServev2Envelope(BaseEnvelope):
     def parse_input(self, data: Any) -> Any:
         """Return the inputs of the first request: numbers nested by their shape; of `BYTES`, the first item.
 
+        `data` may be one value without a list around it.
+
         Raises:
             PredictionException: 400, it has no list of inputs, or data that does not fit its shape.
         """
@@ -250,10 +252,10 @@ class KServev2Envelope(BaseEnvelope):
 def _shaped(tensor: dict[str, Any]) -> Any:
     name, shape = shown(tensor.get("name")), tensor.get("shape", [-1])
     values = tensor.get("data")
-    if not isinstance(values, list):
-        raise bad_request(f"The input {name} has no list of data")
+    if values is None:
+        raise bad_request(f"The input {name} has no data")
     if tensor.get("datatype") == "BYTES":
-        return values[0] if values else values
+        return values[0] if values and isinstance(values, list) else values
     try:
         array = _elements(values).reshape(shape)
         _check_lists(array)
@@ -262,7 +264,7 @@ def _shaped(tensor: dict[str, Any]) -> Any:
     return array.tolist()
 
 
-def _elements(values: list[Any]) -> Array:
+def _elements(values: Any) -> Array:
     """Return the values as an array of objects: in an array of texts each takes the memory of the longest.
 
     If one number is a float, all become floats, as in TorchServe: JavaScript writes 2.0 as `2`, and a handler

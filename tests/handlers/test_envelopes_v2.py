@@ -108,6 +108,32 @@ def test_bytes_come_as_their_first_item(context: Any) -> None:
     assert seen == ["hello"]
 
 
+@pytest.mark.parametrize(
+    ("shape", "datatype", "data", "given"),
+    [
+        ([1], "FP32", 3, [3]),
+        ([], "FP32", 3, 3),
+        ([1, 1], "FP32", 3.5, [[3.5]]),
+        ([1], "BOOL", True, [True]),
+        ([1], "FP32", "abc", ["abc"]),
+        ([1], "BYTES", "abc", "abc"),
+        (-1, "BYTES", "this year business is good", "this year business is good"),
+    ],
+)
+def test_data_may_be_one_value_without_a_list(
+    context: Any, shape: Any, datatype: str, data: Any, given: Any
+) -> None:
+    seen: list[Any] = []
+
+    def handle(rows: Any, _: Any) -> list[int]:
+        seen.append(rows[0]["data"])
+        return [1]
+
+    inputs = [{"name": "x", "shape": shape, "datatype": datatype, "data": data}]
+    KServev2Envelope(handle).handle([{"body": {"inputs": inputs}}], context)
+    assert repr(seen) == repr([given])
+
+
 def test_texts_that_are_not_called_bytes_take_no_more_room_than_they_need(context: Any) -> None:
     texts = ["a" * 10_000, *"b" * 1_000]  # 40 MB, were each given the room of the longest
     inputs = [{"name": "x", "shape": [-1], "datatype": "FP32", "data": texts}]
@@ -179,7 +205,9 @@ def test_more_answers_than_inputs_get_names_of_their_own(context: Any) -> None:
     [
         ({}, "no list of tensors"),
         ({"inputs": [3]}, "no list of tensors"),
-        ({"inputs": [{"name": "x", "data": 3}]}, "'x' has no list of data"),
+        ({"inputs": [{"name": "x"}]}, "'x' has no data"),
+        ({"inputs": [{"name": "x", "data": None}]}, "'x' has no data"),
+        ({"inputs": [{"name": "x", "shape": [2], "data": 3}]}, "does not fit its shape"),
         ({"inputs": [{"name": "x", "shape": [3], "data": [1, 2]}]}, "does not fit its shape"),
         ({"inputs": [{"name": "x", "shape": "a", "data": [1, 2]}]}, "does not fit its shape"),
         ({"inputs": [{"name": "x", "shape": [2], "data": [[1], [2, 3]]}]}, "not of one length"),
