@@ -131,12 +131,15 @@ class KServeEnvelope(BaseEnvelope):
     """KServe v1; only the first request of a batch is read, so the model needs batchSize 1."""
 
     def parse_input(self, data: Any) -> Any:
-        """Return the instances of the first request.
+        """Return `instances` of the first request unchanged, of any type.
 
         Raises:
-            PredictionException: 400, it has no list of instances.
+            PredictionException: 400, it has no `instances`, or null.
         """
-        return instances_of(data[0])
+        body = json_body(data[0])
+        if body.get("instances") is None:
+            raise _no_instances(body)
+        return body["instances"]
 
     def format_output(self, data: Any) -> Any:
         """Wrap the answers as `{"predictions": ...}`, or as `{"explanations": ...}` for an explanation."""
@@ -170,11 +173,15 @@ def instances_of(row: Any) -> list[Any]:
     body = json_body(row)
     instances = body.get("instances")
     if not isinstance(instances, list):
-        found = fields_of(body) if body else "an empty object"
-        raise bad_request(
-            f'The request has no list of instances: found {found}; expected {{"instances": [...]}}'
-        )
+        raise _no_instances(body)
     return instances
+
+
+def _no_instances(body: dict[str, Any]) -> PredictionException:
+    found = fields_of(body) if body else "an empty object"
+    return bad_request(
+        f'The request has no list of instances: found {found}; expected {{"instances": [...]}}'
+    )
 
 
 def _decoded(instance: dict[Any, Any]) -> Any:

@@ -11,7 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 from torchere.handlers.metrics import add_handler_time
-from torchere.handlers.rows import first_row
+from torchere.handlers.rows import first_row, rows_of
 
 STAGES = ("preprocess", "inference", "postprocess")
 
@@ -80,14 +80,15 @@ class MicroBatching:
         index: int | None = getattr(self._part, "index", None)
         return index
 
-    def handle(self, data: list[Any]) -> list[Any]:
+    def handle(self, data: Any) -> list[Any]:
         """Answer one batch.
 
         Raises:
+            PredictionException: an envelope handed on a value without rows; see `rows_of`.
             Exception: raised by the first part that failed, after all parts have ended.
         """
-        size = self.micro_batch_size
-        parts = [data[start : start + size] for start in range(0, len(data), size)]
+        size, rows = self.micro_batch_size, rows_of(data)
+        parts = [rows[start : start + size] for start in range(0, len(rows), size)]
         batch_context = contextvars.copy_context()  # has the collector of `emit_metrics`
         runs = [_Run(index, batch_context, Future()) for index in range(len(parts))]
         for run, part in zip(runs, parts, strict=True):
@@ -98,7 +99,7 @@ class MicroBatching:
                 raise result
         return [answer for result in results for answer in result]
 
-    def __call__(self, data: list[Any], context: Any) -> Any:
+    def __call__(self, data: Any, context: Any) -> Any:
         """Answer one batch in place of the handler's own `handle`; describe and explain are not split."""
         started = time.perf_counter()
         handler = self.handler

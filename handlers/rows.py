@@ -88,10 +88,26 @@ _KINDS = {float: "a number", int: "a whole number", bool: "true or false", str: 
 _TYPES = {400: "BadRequestException", 413: "RequestEntityTooLargeException"}
 
 
+def rows_of(data: Any) -> Any:
+    """Return the rows of a batch: `data`, for handlers that read it row by row.
+
+    Raises:
+        PredictionException: 400, the `kserve` envelope handed on a value that is no list, as a text, whose
+            letters would be the rows.
+    """
+    if isinstance(data, (str, int, float, dict)):
+        raise bad_request(f"The instances of the request are a {type(data).__name__}; expected a list")
+    return data
+
+
 def read_each(rows: Sequence[Any], read: Callable[[Any], T]) -> list[T | PredictionException]:
-    """Return for each row the result of `read`, or the PredictionException that it raised."""
+    """Return for each row the result of `read`, or the PredictionException that it raised.
+
+    Raises:
+        PredictionException: there are no rows; see `rows_of`.
+    """
     results: list[T | PredictionException] = []
-    for row in rows:
+    for row in rows_of(rows):
         try:
             results.append(read(row))
         except PredictionException as err:

@@ -183,8 +183,9 @@ class VoiceActivity(BaseHandler):
     @timed
     def preprocess(self, data: Any) -> Any:
         """Decode the file of each request."""
+        sounds = read_each(data, self._sound)
         streamed = [self._is_streamed(index, row) for index, row in enumerate(data)]
-        return Heard(read_each(data, self._sound), [[] for _ in data], streamed)
+        return Heard(sounds, [[] for _ in data], streamed)
 
     def _sound(self, row: Any) -> Sound:
         fields = row if isinstance(row, dict) else {"body": row}

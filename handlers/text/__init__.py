@@ -19,7 +19,7 @@ from torchere.handlers.errors import bad_request
 from torchere.handlers.labels import map_class_to_label
 from torchere.handlers.loading.devices import to_device, without_gradients
 from torchere.handlers.metrics import timed
-from torchere.handlers.rows import fields_of, sole_element, value_of
+from torchere.handlers.rows import fields_of, rows_of, sole_element, value_of
 
 # English contractions and their long forms.
 #
@@ -248,7 +248,7 @@ class TextClassifier(TextHandler):
             PredictionException: 400, the request has no text or no word, or it is not UTF-8.
             KeyError: a word is unknown, and the vocabulary has no `<unk>`.
         """
-        text = _text_of(data[0])
+        text = _text_of(rows_of(data)[0])
         text = self._expand_contractions(self._remove_html_tags(text).lower())
         text = self._remove_punctuation(self._remove_accented_characters(text))
         words = self._tokenize(text)

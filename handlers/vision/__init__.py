@@ -19,7 +19,7 @@ from torchere.handlers.context import Context
 from torchere.handlers.errors import bad_request
 from torchere.handlers.loading.devices import to_device
 from torchere.handlers.metrics import timed
-from torchere.handlers.rows import block_of, fields_of, known_block_of, value_of, wrong_setting
+from torchere.handlers.rows import block_of, fields_of, known_block_of, rows_of, value_of, wrong_setting
 from torchere.handlers.tensors import shown
 from torchere.handlers.vision.decode import (
     DEFAULT_MAX_BYTES,
@@ -89,7 +89,7 @@ class VisionHandler(BaseHandler):
         Raises:
             PredictionException: 400, a row has no valid image, or the images differ in shape.
         """
-        return self._torchere_stack([self._torchere_tensor(row) for row in data])
+        return self._torchere_stack([self._torchere_tensor(row) for row in rows_of(data)])
 
     def _torchere_stack(self, images: list[torch.Tensor]) -> Any:
         """Stack the tensors of a batch on the handler's device; raise a 400 error if their shapes differ."""

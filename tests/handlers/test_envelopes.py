@@ -102,6 +102,26 @@ def test_a_wrong_body_is_answered_with_400(context: Any, body: Any, message: str
     assert (caught.value.error_code, message in caught.value.message) == (400, True)
 
 
+@pytest.mark.parametrize("instances", ["some text", {"prompt": "a"}, 3, False, ""])
+def test_kserve_hands_on_instances_of_any_type(context: Any, instances: Any) -> None:
+    seen = []
+
+    def handler(data: Any, context: Any) -> Any:
+        seen.append(data)
+        return ["answer"]
+
+    rows = [{"body": {"instances": instances}}]
+    assert KServeEnvelope(handler).handle(rows, context) == [{"predictions": ["answer"]}]
+    assert repr(seen) == repr([instances])
+
+
+@pytest.mark.parametrize("body", [{}, {"instance": [1]}, {"instances": None}, b"[1]"])
+def test_kserve_refuses_a_body_without_instances(context: Any, body: Any) -> None:
+    with pytest.raises(PredictionException) as caught:
+        KServeEnvelope(_same).handle([{"body": body}], context)
+    assert caught.value.error_code == 400
+
+
 def test_kserve_answers_the_first_request(context: Any, begin: Any) -> None:
     envelope = KServeEnvelope(_same)
     assert envelope.handle([{"body": {"instances": [1, 2]}}], context) == [{"predictions": [1, 2]}]

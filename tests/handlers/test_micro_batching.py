@@ -12,6 +12,7 @@ import torch
 from torchere.archiver.signature import Signature, TensorSpec
 from torchere.handlers.base import BaseHandler
 from torchere.handlers.context import RequestProcessor
+from torchere.handlers.errors import PredictionException
 from torchere.handlers.micro_batching import STAGES, MicroBatching
 from torchere.handlers.tensor_handler import TensorHandler
 from torchere.handlers.tensors.answer import OPEN_INFERENCE
@@ -59,6 +60,11 @@ def test_answers_keep_the_order_of_the_requests(
     assert batching.handle([0, 1, 2, 3, 4]) == ["2", "4", "6", "8", "10"]
     assert sorted(handler.parts) == [[0, 1], [2, 3], [4]]
     assert batching.handle([]) == []
+
+
+def test_one_value_of_an_envelope_is_not_cut_into_parts(batching: MicroBatching) -> None:
+    with pytest.raises(PredictionException, match="expected a list"):
+        batching.handle("some text")
 
 
 def test_stages_of_different_parts_overlap(handler: Tracing, batching: MicroBatching) -> None:

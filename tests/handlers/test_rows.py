@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from torchere.handlers.errors import PredictionException
-from torchere.handlers.rows import fields_of, sole_element, value_of
+from torchere.handlers.rows import fields_of, read_each, rows_of, sole_element, value_of
 
 NUMBERS = np.zeros(3)
 
@@ -85,3 +85,16 @@ def test_several_elements_are_refused(elements: list[bytes]) -> None:
     with pytest.raises(PredictionException, match=f"has {len(elements)} elements of BYTES") as caught:
         sole_element(np.array(elements, object), "a text")
     assert caught.value.error_code == 400
+
+
+@pytest.mark.parametrize("data", ["text", "", {"prompt": "a"}, 3, 0.5, True])
+def test_one_value_has_no_rows(data: Any) -> None:
+    with pytest.raises(PredictionException, match="expected a list") as caught:
+        rows_of(data)
+    assert caught.value.error_code == 400
+    with pytest.raises(PredictionException, match="expected a list"):
+        read_each(data, str)
+
+
+def test_the_rows_of_a_list_are_its_items() -> None:
+    assert (rows_of([1, 2]), read_each([1, 2], str)) == ([1, 2], ["1", "2"])

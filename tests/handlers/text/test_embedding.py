@@ -312,6 +312,11 @@ def test_an_envelope_may_make_several_rows_of_a_request(make: Any) -> None:
     )
 
 
+def test_a_text_behind_an_envelope_is_not_read_letter_by_letter(make: Any) -> None:
+    with pytest.raises(PredictionException, match="instances of the request are a str; expected a list"):
+        behind(KServeEnvelope, make(), {"instances": "cats"})
+
+
 def test_a_wrong_row_behind_an_envelope_refuses_its_request(make: Any) -> None:
     answer = make()
     for bodies in ([{"instances": ["cats", 3]}], [{"instances": ["cats"]}, {"instances": [3]}]):

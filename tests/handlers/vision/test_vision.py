@@ -83,6 +83,11 @@ def test_a_row_without_a_picture_is_answered_with_400(
     assert message in caught.value.message
 
 
+def test_one_value_without_rows_is_answered_with_400(handler: ImageClassifier) -> None:
+    with pytest.raises(PredictionException, match="are a int; expected a list"):
+        handler.preprocess(3)
+
+
 def test_inputs_of_different_shapes_are_refused(handler: ImageClassifier) -> None:
     with pytest.raises(PredictionException, match="different shapes"):
         handler.preprocess([{"body": [[0.0]]}, {"body": [0.0]}])
