@@ -51,6 +51,9 @@ class ListText:
             self._text = text.translate(None, _SPACES)
             self._codes = np.frombuffer(self._text, np.uint8)
 
+    def __repr__(self) -> str:
+        return kind_of([])  # for error texts
+
     @property
     def count(self) -> int:
         """The number of outermost elements."""

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from typing import Any
 
 import msgspec
@@ -16,7 +17,6 @@ from torchere.handlers.tensors.codec import (
     NO_JSON,
     array_from_json,
     bytes_from_tensor,
-    kind_of,
 )
 from torchere.handlers.tensors.list_text import ListText
 from torchere.serving.errors import InvalidRequest
@@ -36,10 +36,10 @@ from torchere.serving.frontend.open_inference.tensor_request import (
 Members = dict[str, Any]
 _Plain = bool | int | float | str | None
 _decoder: msgspec.json.Decoder[Any] = msgspec.json.Decoder(
-    dict[str, _Plain | list[_Plain] | dict[str, _Plain]]
+    dict[str, _Plain | list[_Plain] | dict[str, _Plain | list[_Plain]]]
 )
 _long_decoder: msgspec.json.Decoder[Any] = msgspec.json.Decoder(dict[str, msgspec.Raw])
-_member_decoder = msgspec.json.Decoder(_Plain | dict[str, _Plain])
+_plain_decoder: msgspec.json.Decoder[Any] = msgspec.json.Decoder(_Plain)
 NAMED_BYTES = 65_536  # for a longer body the error does not name the invalid member
 _RESERVED = frozenset({"id", "parameters"})
 _IDENTITY = ("id", "model_name", "model_version")
@@ -50,6 +50,9 @@ _OF_TYPE = ((bool, DATATYPES["BOOL"]), (int, DATATYPES["INT64"]), (float, DATATY
 def generate_request(body: bytes | memoryview, signature: Signature | None) -> TensorRequest:
     """Parse a request body. A value that is no input of the signature is a parameter, as in Triton.
 
+    A member of `parameters` is an input if the signature has one of its name; without a signature, if it is a
+    list, which no parameter can be.
+
     Raises:
         InvalidRequest: the body is invalid; the text names the field.
     """
@@ -58,26 +61,39 @@ def generate_request(body: bytes | memoryview, signature: Signature | None) -> T
         raise InvalidRequest("the request: found no object, expected one with the inputs as members")
     parameters, request_id = said.get("parameters"), said.get("id")
     if not isinstance(parameters, dict | None):
-        raise InvalidRequest(f"parameters: found {_shown(parameters)}, expected an object")
+        raise InvalidRequest(f"parameters: found {shown(parameters)}, expected an object")
     if isinstance(request_id, dict | list | ListText):
-        raise InvalidRequest(f"id: found {_shown(request_id)}, expected a text")
-    specs = {spec.name: spec for spec in signature.inputs} if signature else {}
-    names = [name for name in said if name not in _RESERVED]
-    if signature:
-        # A list can't be a parameter: its name is refused, as that of an input that does not exist.
-        others = {
-            name: said[name] for name in names if name not in specs and isinstance(said[name], ParameterValue)
-        }
-        names = [name for name in names if name not in others]
-        parameters = others | (parameters or {})
-    check_names("inputs", names)  # before each becomes a tensor
+        raise InvalidRequest(f"id: found {shown(request_id)}, expected a text")
+    specs = {spec.name: spec for spec in signature.inputs} if signature else None
+    members, parameters = _sorted(said, parameters or {}, specs)
+    check_names("inputs", list(members))  # before each becomes a tensor
     inputs = []
-    for name in names:
-        value, spec = said[name], specs.get(name)
+    for name, value in members.items():
+        spec = specs.get(name) if specs else None
         datatype = DATATYPES[spec.datatype] if spec else _datatype(name, value)
         inputs.append(_input(name, value, datatype, len(spec.shape) if spec else 1))
     request_id = "" if request_id is None else str(request_id)
-    return TensorRequest(tuple(inputs), request_id, parameter_values(parameters or {}))
+    return TensorRequest(tuple(inputs), request_id, parameter_values(parameters))
+
+
+def _sorted(said: Members, parameters: Members, specs: Container[str] | None) -> tuple[Members, Members]:
+    """Return the inputs of a request, and its parameters; `specs` has the names of the signature's inputs."""
+    members = {name: value for name, value in said.items() if name not in _RESERVED}
+    lifted = {
+        name: value
+        for name, value in parameters.items()
+        if name not in said and (isinstance(value, list | ListText) if specs is None else name in specs)
+    }
+    rest = {name: value for name, value in parameters.items() if name not in lifted}
+    if specs is None:
+        return members | lifted, rest
+    # A list can't be a parameter: its name is refused, as that of an input that does not exist.
+    others = {
+        name: value
+        for name, value in members.items()
+        if name not in specs and isinstance(value, ParameterValue)
+    }
+    return {name: value for name, value in members.items() if name not in others} | lifted, others | rest
 
 
 def _decoded(body: bytes | memoryview) -> Any:
@@ -101,7 +117,13 @@ def _member(value: Any) -> Any:
     if not isinstance(value, msgspec.Raw):
         return value
     text = bytes(value)
-    return ListText(text) if text.startswith(b"[") else _member_decoder.decode(text)
+    if text.startswith(b"{"):
+        return {name: _list_or_plain(bytes(one)) for name, one in _long_decoder.decode(text).items()}
+    return _list_or_plain(text)
+
+
+def _list_or_plain(text: bytes) -> Any:
+    return ListText(text) if text.startswith(b"[") else _plain_decoder.decode(text)
 
 
 def generated(part: bytes) -> Members:
@@ -145,7 +167,7 @@ def _datatype(name: str, value: Any) -> Datatype:
         if isinstance(first, kind):
             return datatype
     raise InvalidRequest(
-        f"{shown(name)[1:-1]}: found {_shown(value)}, "
+        f"{shown(name)[1:-1]}: found {shown(value)}, "
         "expected a text, a number, true or false, or a list of them"
     )
 
@@ -166,7 +188,3 @@ def _input(name: str, value: Any, datatype: Datatype, rank: int) -> InputTensor:
     except NO_JSON as err:
         raise InvalidRequest(f"{field}: {err}") from err
     return InputTensor(name, datatype, shape, raw)
-
-
-def _shown(value: Any) -> str:
-    return kind_of([]) if isinstance(value, ListText) else shown(value)

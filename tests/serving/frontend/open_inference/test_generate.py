@@ -59,6 +59,39 @@ def test_a_value_that_is_no_input_of_the_signature_is_a_parameter() -> None:
     assert request.parameters == {"max_tokens": 20, **parameters}
 
 
+@pytest.mark.usefixtures("items")
+def test_parameters_that_are_inputs_of_the_signature_are_inputs() -> None:
+    found = rows(SIGNATURE, parameters={"x": [1, 2], "n": 3, "k": 0.5})
+    assert {name: array.tolist() for name, array in found.items()} == {"x": [[1, 2]], "n": [[3]]}
+    body = b'{"x": [1, 2], "parameters": {"n": 3, "k": 0.5, "x": 7}}'
+    assert generate_request(body, SIGNATURE).parameters == {"k": 0.5, "x": 7}
+
+
+def test_a_list_in_parameters_that_is_no_input_of_the_signature_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match=r"^parameters\.m: found \['a'\], expected a text"):
+        generate_request(b'{"x": [1, 2], "n": 3, "parameters": {"m": ["a"]}}', SIGNATURE)
+
+
+@pytest.mark.usefixtures("items")
+def test_lists_in_parameters_are_inputs_without_a_signature() -> None:
+    parameters = {"max_tokens": 20, "bad_words": [""], "stop_words": ["a", "b"]}
+    found = rows(text_input="hi", parameters=parameters)
+    assert {name: array.tolist() for name, array in found.items()} == {
+        "text_input": [b"hi"],
+        "bad_words": [b""],
+        "stop_words": [b"a", b"b"],
+    }
+    body = json.dumps({"text_input": "hi", "parameters": parameters}).encode()
+    assert generate_request(body, None).parameters == {"max_tokens": 20}
+
+
+def test_a_long_list_in_parameters_is_an_input() -> None:
+    body = json.dumps({"x": "a", "parameters": {"k": 1, "n": [1] * 300_000}}).encode()
+    request = generate_request(body, None)
+    assert [(one.name, one.shape) for one in request.inputs] == [("x", (1,)), ("n", (300_000,))]
+    assert request.parameters == {"k": 1}
+
+
 def test_a_list_that_is_no_input_of_the_signature_is_refused_by_its_name() -> None:
     request = generate_request(b'{"x": [1, 2], "n": 3, "m": [1]}', SIGNATURE)
     with pytest.raises(InvalidRequest, match=r"^inputs\[2\]\.name: found 'm', expected one of 'x', 'n'$"):
@@ -127,7 +160,9 @@ def test_many_members_are_refused_before_they_are_made() -> None:
         ('"id": [1]', "id: found a list, expected a text"),
         ('"parameters": [1]', "parameters: found a list, expected an object"),
         ('"x": [[1]]', "x: found a list, expected a text"),
-        ('"x": {"a": []}', "the request: Expected"),
+        ('"x": {"a": []}', "x: found an object, expected a text"),
+        ('"x": {"a": {}}', "the request: Expected"),
+        ('"z": [1], "parameters": {"z": [2]}', r"parameters\.z: found a list, expected a text"),
         ('"x": [1, 2.5]', r"x.data\[1\]: found 2.5, expected whole numbers"),
         ('"x": [1%s]' % ("0" * 400), "x.*"),
     ],
