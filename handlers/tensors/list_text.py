@@ -29,6 +29,7 @@ MANY_ITEMS = 2**18
 _COLON, _COMMA, _QUOTE, _OPEN, _CLOSE = b':,"[]'
 _OPEN_OBJECT, _CLOSE_OBJECT = b"{}"
 _SPACES = b" \t\r\n"
+_OF_FRACTIONS = tuple(b".eE")
 _decoder = msgspec.json.Decoder(list[Any])
 
 
@@ -63,6 +64,11 @@ class ListText:
     def first(self) -> Any:
         """The first element of a list that is not empty; a nested list or object is returned empty."""
         return self._value_at(1)
+
+    @property
+    def has_fractions(self) -> bool:
+        """Whether a number has a point or an exponent; true for `true`, `false` and other names with an e."""
+        return bool(np.isin(self._codes, _OF_FRACTIONS).any())
 
     def tensor_bytes(self, datatype: Datatype, shape: Sequence[object], field: str) -> bytes:
         """Return the elements as raw little-endian bytes in row-major order.

@@ -158,18 +158,28 @@ def joined(parts: list[Members]) -> Members:
 
 
 def _datatype(name: str, value: Any) -> Datatype:
-    first = value
-    if isinstance(value, ListText) and value.count:
-        first = value.first
-    elif isinstance(value, list) and value:
-        first = value[0]
+    element = _typical(value)
     for kind, datatype in _OF_TYPE:
-        if isinstance(first, kind):
+        if isinstance(element, kind):
             return datatype
     raise InvalidRequest(
         f"{shown(name)[1:-1]}: found {shown(value)}, "
         "expected a text, a number, true or false, or a list of them"
     )
+
+
+def _typical(value: Any) -> Any:
+    """Return an element of the datatype of a list: the first, or 0.5 for whole numbers among fractions.
+
+    JavaScript writes 1.0 as `1`. A value that is no list, or an empty one, is returned unchanged.
+    """
+    if isinstance(value, ListText) and value.count:
+        first, has_fractions = value.first, value.has_fractions
+    elif isinstance(value, list) and value:
+        first, has_fractions = value[0], float in set(map(type, value))
+    else:
+        return value
+    return 0.5 if type(first) is int and has_fractions else first
 
 
 def _input(name: str, value: Any, datatype: Datatype, rank: int) -> InputTensor:

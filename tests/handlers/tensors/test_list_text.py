@@ -148,6 +148,20 @@ def test_count_and_first_element(text: bytes, count: int, first: Any) -> None:
         assert found.first == first
 
 
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        (b"[1, 2]", False),
+        (b"[1, 2.5]", True),
+        (b"[1, 2E3]", True),
+        (b"[1, 2e3]", True),
+        (b'[1, "a.e"]', False),
+    ],
+)
+def test_fractions_are_found_outside_strings(text: bytes, found: bool) -> None:
+    assert ListText(text).has_fractions is found
+
+
 def test_lists_deeper_than_16_bits_count_are_told_apart() -> None:
     assert ListText(b"[" * 70_000 + b"]" * 70_000).count == 1
 

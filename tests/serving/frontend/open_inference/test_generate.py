@@ -148,6 +148,22 @@ def test_lists_with_many_elements_are_read_as_short_ones() -> None:
     assert request.inputs[0].raw[-11:] == b"\1\0\0\0a\2\0\0\0b,"
 
 
+@pytest.mark.usefixtures("items")
+@pytest.mark.parametrize(
+    ("values", "dtype"),
+    [
+        ([1, 2.5], "float32"),
+        ([0, 2, 1e-7], "float32"),
+        ([1.5, 2], "float32"),
+        ([1, 2], "int64"),
+    ],
+)
+@pytest.mark.parametrize("length", [0, 300_000])
+def test_whole_numbers_among_fractions_are_fractions(values: list[Any], dtype: str, length: int) -> None:
+    found = rows(x=[*values, *[values[-1]] * length])["x"]
+    assert (str(found.dtype), found[:2].tolist()) == (dtype, values[:2])
+
+
 def test_many_members_are_refused_before_they_are_made() -> None:
     members = {str(number): 1 for number in range(300_000)}
     with pytest.raises(InvalidRequest, match=r"^the request: found 300000 members, expected at most 65536"):
@@ -163,7 +179,7 @@ def test_many_members_are_refused_before_they_are_made() -> None:
         ('"x": {"a": []}', "x: found an object, expected a text"),
         ('"x": {"a": {}}', "the request: Expected"),
         ('"z": [1], "parameters": {"z": [2]}', r"parameters\.z: found a list, expected a text"),
-        ('"x": [1, 2.5]', r"x.data\[1\]: found 2.5, expected whole numbers"),
+        ('"x": [1, "2.5"]', r"x.data\[1\]: found '2.5', expected whole numbers"),
         ('"x": [1%s]' % ("0" * 400), "x.*"),
     ],
 )
