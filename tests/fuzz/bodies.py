@@ -209,19 +209,17 @@ def form(data: bytes) -> None:
     except InvalidRequest:
         assert data.count(b"&") >= MAX_FIELDS
         return
-    expected = []
+    fields = []
     for text in filter(None, data.split(b"&")):
-        name, _, value = text.partition(b"=")
-        expected.append(
-            Parameter(
-                unquote_to_bytes(name.replace(b"+", b" ")).decode("utf-8", "replace"),
-                unquote_to_bytes(value.replace(b"+", b" ")),
-            )
-        )
-    assert list(found) == expected
+        name, _, value = (unquote_to_bytes(each.replace(b"+", b" ")) for each in text.partition(b"="))
+        fields.append((name, value))
+    assert list(found) == [
+        Parameter(name.strip().decode("utf-8", "replace"), value) for name, value in fields
+    ]
     assert len(found) <= MAX_FIELDS
-    assert text_values(data).keys() == {each.name for each in found}
-    assert form_parameters(data) == found
+    query = form_parameters(data)
+    assert list(query) == [Parameter(name.decode("utf-8", "replace"), value) for name, value in fields]
+    assert text_values(data).keys() == {each.name for each in query}
     json_body = body_parameters(FORM, data, speaks_json=True)
     assert json_body == found or (len(json_body) == 1 and json_body[0].value == data)
 

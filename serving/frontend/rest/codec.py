@@ -31,7 +31,8 @@ def multipart_parameters(content_type: str, body: bytes) -> list[Parameter]:
     """Return one parameter for each part, in order.
 
     The parameter of a file has the content type of its part, by default `application/octet-stream`. The
-    parameter of a plain field has no content type, even if its part names one.
+    parameter of a plain field has no content type, even if its part names one. Blanks around names are
+    dropped.
 
     Raises:
         InvalidRequest: there is no boundary, the framing is malformed, a part has no name, or there are too
@@ -109,7 +110,8 @@ class _Collector:
         if b"filename" in options or b"filename*=" in disposition:  # some clients send only `filename*`
             given = self._headers.get(b"content-type", b"application/octet-stream")
             content_type = given.decode("latin-1").partition(";")[0].strip()
-        self.parameters.append(Parameter(name.decode("utf-8", "replace"), b"".join(self._data), content_type))
+        text = name.strip().decode("utf-8", "replace")
+        self.parameters.append(Parameter(text, b"".join(self._data), content_type))
 
     def _end(self) -> None:
         self.complete = True
@@ -162,10 +164,10 @@ def body_parameters(
 ) -> tuple[Parameter, ...]:
     """Convert a body to the parameters of a handler.
 
-    A form becomes one parameter for each field. Any other body, even an empty one, becomes one parameter
-    called `body` with the content type of the request. With `speaks_json` the path takes JSON, so a JSON
-    object is not parsed as a form even if the content type says so, as with `curl -d`. In a real form the
-    first byte, `{`, would be escaped.
+    A form becomes one parameter for each field, without blanks around its name. Any other body, even an empty
+    one, becomes one parameter called `body` with the content type of the request. With `speaks_json` the path
+    takes JSON, so a JSON object is not parsed as a form even if the content type says so, as with `curl -d`.
+    In a real form the first byte, `{`, would be escaped.
 
     Raises:
         InvalidRequest: the form is malformed or has too many fields.
@@ -177,7 +179,7 @@ def body_parameters(
     if lowered == _FORM:
         if speaks_json and _OBJECT.match(body):
             return (Parameter("body", body, _JSON),)
-        return form_parameters(body)
+        return form_parameters(body, strips_names=True)
     return (Parameter("body", body, mime),)
 
 
@@ -201,16 +203,22 @@ def media_type(content_type: str) -> tuple[str, str]:
     return mime, mime.lower()
 
 
-def form_parameters(text: bytes) -> tuple[Parameter, ...]:
-    """Parse `a=1&b=two+words` into parameters without a content type; raise `InvalidRequest` for too many."""
+def form_parameters(text: bytes, *, strips_names: bool = False) -> tuple[Parameter, ...]:
+    """Parse `a=1&b=two+words` into parameters without a content type; raise `InvalidRequest` for too many.
+
+    `strips_names` drops blanks around the names, as TorchServe does in forms, but not in queries.
+    """
     if text.count(b"&") >= MAX_FIELDS:
         raise InvalidRequest(f"The form has more than {MAX_FIELDS} fields.")
-    return tuple(_field(field) for field in text.split(b"&") if field)
+    return tuple(_field(field, strips_names) for field in text.split(b"&") if field)
 
 
-def _field(text: bytes) -> Parameter:
-    name, _, value = text.partition(b"=")
-    return Parameter(_unquoted(name).decode("utf-8", "replace"), _unquoted(value))
+def _field(text: bytes, strips_name: bool) -> Parameter:
+    quoted, _, value = text.partition(b"=")
+    name = _unquoted(quoted)
+    if strips_name:
+        name = name.strip()
+    return Parameter(name.decode("utf-8", "replace"), _unquoted(value))
 
 
 def _unquoted(text: bytes) -> bytes:

@@ -49,6 +49,13 @@ def test_a_form_gives_its_decoded_fields_in_order_and_without_types():
     )
 
 
+def test_blanks_around_names_are_dropped_in_forms_and_kept_in_queries():
+    body = b" image =1&+b%09= 2 &%20=3"
+    found = body_parameters("application/x-www-form-urlencoded", body)
+    assert found == (Parameter("image", b"1"), Parameter("b", b" 2 "), Parameter("", b"3"))
+    assert [one.name for one in form_parameters(body)] == [" image ", " b\t", " "]
+
+
 @pytest.mark.parametrize(
     "body", [b'{"instances": [{"data": "a+b&c=%41"}]}', b" \r\n{", b"{" + b"&" * MAX_FIELDS]
 )

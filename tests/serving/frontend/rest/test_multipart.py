@@ -47,6 +47,13 @@ def test_a_value_may_hold_line_breaks_and_what_looks_like_a_boundary():
     assert multipart_parameters(TYPE, body) == [Parameter("a", value)]
 
 
+@pytest.mark.parametrize(
+    "disposition", ['name="image "', 'name=" image"; filename="f"', "name*=utf-8''%20image"]
+)
+def test_blanks_around_names_are_dropped(disposition):
+    assert multipart_parameters(TYPE, part(disposition, b"1") + b"--xyz--")[0].name == "image"
+
+
 def test_names_may_be_utf8():
     body = part('name="naïve"', b"1") + b"--xyz--"
     assert multipart_parameters(TYPE, body)[0].name == "naïve"
