@@ -21,6 +21,7 @@ MAX_PART_HEADERS = 16
 MAX_PART_HEADER_BYTES = 4096
 # The parser of options takes a microsecond for each semicolon, in quotes or not. Names of files have few.
 MAX_SEMICOLONS = 64
+_PLAIN_ENCODINGS = (b"binary", b"7bit", b"8bit")  # in which the bytes of a part are those of its value
 _QUOTED = re.compile(rb'"(?:[^"\\]|\\.)*(?:"|\\?\Z)')  # matches unclosed quotes too, else it is quadratic
 _EXTENDED_NAME = re.compile(rb";[ \t]*name\*=utf-8'[^';]*'([^; \t]*)", re.IGNORECASE)
 
@@ -35,9 +36,9 @@ def multipart_parameters(content_type: str, body: bytes) -> list[Parameter]:
     dropped.
 
     Raises:
-        InvalidRequest: there is no boundary, the framing is malformed, a part has no name, or there are too
-            many parts. Lines that merely begin like the boundary count as parts, because they cost the parser
-            as much.
+        InvalidRequest: there is no boundary, the framing is malformed, a part has no name, a file is encoded,
+            or there are too many parts. Lines that merely begin like the boundary count as parts, because
+            they cost the parser as much.
     """
     boundary = _options(content_type.encode("latin-1", "replace")).get(b"boundary")
     if not boundary:
@@ -110,8 +111,19 @@ class _Collector:
         if b"filename" in options or b"filename*=" in disposition:  # some clients send only `filename*`
             given = self._headers.get(b"content-type", b"application/octet-stream")
             content_type = given.decode("latin-1").partition(";")[0].strip()
+            self._check_transfer_encoding()
         text = name.strip().decode("utf-8", "replace")
         self.parameters.append(Parameter(text, b"".join(self._data), content_type))
+
+    def _check_transfer_encoding(self) -> None:
+        """Refuse a file whose bytes are encoded, as in base64: handlers would take the text for the file."""
+        encoding = self._headers.get(b"content-transfer-encoding", b"binary")
+        if encoding.strip().lower() not in _PLAIN_ENCODINGS:
+            found = encoding[:100].decode("latin-1")
+            raise InvalidRequest(
+                f"A file of the multipart body has the Content-Transfer-Encoding {found!r}; expected binary, "
+                "7bit, 8bit, or none"
+            )
 
     def _end(self) -> None:
         self.complete = True

@@ -41,6 +41,21 @@ def test_a_file_may_have_an_extended_name_only():
     assert multipart_parameters(TYPE, named + b"--xyz--") == [Parameter("data", b"{}", "application/json")]
 
 
+@pytest.mark.parametrize("encoding", ["base64", "BASE64 ", "quoted-printable", "x" * 1000, ""])
+def test_an_encoded_file_is_refused(encoding):
+    header = f"Content-Transfer-Encoding: {encoding}"
+    body = part('name="data"; filename="p"', b"aGk=", header) + b"--xyz--"
+    with pytest.raises(InvalidRequest, match=r"^A file .{,200}; expected binary, 7bit, 8bit, or none$"):
+        multipart_parameters(TYPE, body)
+    assert multipart_parameters(TYPE, part('name="data"', b"aGk=", header) + b"--xyz--")[0].value == b"aGk="
+
+
+@pytest.mark.parametrize("encoding", ["7bit", "8bit", "binary", "Binary"])
+def test_a_file_may_say_that_it_is_not_encoded(encoding):
+    body = part('name="data"; filename="p"', b"hi", f"Content-Transfer-Encoding: {encoding}") + b"--xyz--"
+    assert multipart_parameters(TYPE, body)[0].value == b"hi"
+
+
 def test_a_value_may_hold_line_breaks_and_what_looks_like_a_boundary():
     value = b"a\r\n--xy\r\n--x\r\n\r\n"
     body = part('name="a"', value) + b"--xyz--"
