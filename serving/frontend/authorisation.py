@@ -55,9 +55,9 @@ def _grpc(port: Role, needs: Need, service: str, *methods: str, action: str = ""
 
 def _protocol(service: str) -> Iterator[Row]:
     """Yield the rows of the Open Inference Protocol's service under one of its names."""
-    of_server = ("ServerLive", "ServerReady", "ServerMetadata")
     of_models = ("ModelReady", "ModelMetadata", "ModelConfig", "ModelStatistics")
-    yield from _grpc("inference", "inference", service, *of_server, *of_models)
+    yield from _grpc("inference", None, service, "ServerLive", "ServerReady")
+    yield from _grpc("inference", "inference", service, "ServerMetadata", *of_models)
     yield from _grpc("inference", "inference", service, "ModelInfer", "ModelStreamInfer")
     yield from _grpc("inference", "management", service, "RepositoryIndex")
     yield from _grpc("inference", "management", service, "RepositoryModelLoad", action="load")
@@ -101,7 +101,7 @@ TABLE: tuple[Row, ...] = (
     *_rest("management", "management", "/log-level/{rest:path}", "/v2/repository/{rest:path}"),
     *_rest("inference", "inference", "/v1/models", "/v1/models/{model}", "/v2"),
     *_rest("inference", "inference", "/v2/models", "/v2/models/stats"),
-    *_rest("inference", "inference", "/v2/health/live", "/v2/health/ready"),
+    *_rest("inference", None, "/v2/health/live", "/v2/health/ready"),  # probes in the protocol's words
     *_rest("inference", "inference", *[f"{_V2_MODEL}{end}" for end in ("", "/config", "/stats", "/ready")]),
     *_rest("inference", "inference", *[f"{_V2_VERSION}{end}" for end in ("", "/config", "/stats", "/ready")]),
     *_rest("inference", "inference", "/v2/systemsharedmemory", "/v2/systemsharedmemory/{rest:path}"),
@@ -127,14 +127,10 @@ TABLE: tuple[Row, ...] = (
     *_grpc("management", None, _HEALTH, "Check", "Watch"),
 )
 
-# Routes other than probes that report the health of the server or a model, for load balancers.
+# Routes with a role that report the health of the server or a model, for load balancers.
 HEALTH_ROUTES = frozenset(
-    {"/ping", "/v2/health/live", "/v2/health/ready", f"{_V2_MODEL}/ready", f"{_V2_VERSION}/ready"}
-    | {
-        row.route
-        for row in TABLE
-        if row.route.endswith(("/Ping", "/ServerLive", "/ServerReady", "/ModelReady"))
-    }
+    {"/ping", f"{_V2_MODEL}/ready", f"{_V2_VERSION}/ready"}
+    | {row.route for row in TABLE if row.route.endswith(("/Ping", "/ModelReady"))}
 )
 PROBES = frozenset({"/livez", "/readyz", "/startupz"})
 _MODEL_PROBES = "/readyz/"  # followed by a model, and perhaps its version

@@ -90,6 +90,9 @@ def test_no_row_is_for_a_route_that_is_gone(planes):
 def test_only_these_routes_are_for_every_client():
     free = {row.route for row in TABLE if row.needs is None}
     health = {"/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"}
+    health |= {"/v2/health/live", "/v2/health/ready"}
+    for service in ("inference", "org.pytorch.serve.grpc.openinference"):
+        health |= {f"/{service}.GRPCInferenceService/{method}" for method in ("ServerLive", "ServerReady")}
     probes = {"/livez", "/startupz", "/readyz", "/readyz/{model}", "/readyz/{model}/{version}"}
     assert free == probes | health | {"/api-description", "/", PAGE}
     assert {row.route for row in TABLE if row.needs == API_KEY} == {"/token"}
@@ -133,6 +136,13 @@ def test_the_path_names_the_model_that_is_managed(route, path, named):
 )
 def test_descriptions_and_probes_are_free(surfaces, method, path):
     assert required_key(surfaces, method, path) is None
+
+
+@pytest.mark.parametrize("surfaces", [INFERENCE, SHARED])
+@pytest.mark.parametrize("path", ["/v2/health/live", "/v2/health/ready"])
+def test_probes_of_the_protocol_are_free_where_it_is_served(surfaces, path):
+    assert required_key(surfaces, "GET", path) is None
+    assert required_key(MANAGEMENT, "GET", path) == "management"
 
 
 @pytest.mark.parametrize("path", ["/ping", "/predictions/m", "/", "/nope", "/metrics", "/token", "/models"])

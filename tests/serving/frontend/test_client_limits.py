@@ -139,6 +139,7 @@ def test_a_call_over_the_rate_of_its_client_is_not_opened_and_says_when_to_come_
         ("inference", "/grpc.health.v1.Health/Check", 3),
         ("inference", "/org.pytorch.serve.grpc.inference.InferenceAPIsService/Ping", 3),
         ("inference", "/inference.GRPCInferenceService/ModelReady", 3),
+        ("inference", "/inference.GRPCInferenceService/ServerReady", 3),
         ("inference", "/inference.GRPCInferenceService/RepositoryIndex", 3),
         ("inference", "/inference.GRPCInferenceService/ModelMetadata", 1),
     ],

@@ -570,6 +570,15 @@ def test_health_is_told(oip):
     assert oip.ask("ModelReady", pb.ModelReadyRequest(name="echo")).ready
 
 
+def test_the_server_tells_its_health_without_a_key(oip, planes):
+    keys = {"keys": planes.keys}
+    for name in (PUBLIC_NAME, TORCHSERVE_NAME):
+        assert oip.ask("ServerLive", pb.ServerLiveRequest(), name=name, settings=keys).live
+        assert oip.ask("ServerReady", pb.ServerReadyRequest(), name=name, settings=keys).ready
+        asked = pb.ServerMetadataRequest()
+        assert oip.refused("ServerMetadata", asked, name=name, settings=keys)[0] == "PERMISSION_DENIED"
+
+
 def test_the_repository_needs_the_management_key(oip, planes):
     keys = {"keys": planes.keys}
     index = pb.RepositoryIndexRequest()
