@@ -32,7 +32,6 @@ class Row(NamedTuple):
     needs: Need  # the role of the clients that may call it
     route: str  # its path in the framework's notation, or `/package.Service/Method` of gRPC
     actions: Mapping[str, str]  # its audited changes, by HTTP method; `ANY_METHOD`: of every method
-    method: str = ANY_METHOD  # the HTTP method that the row is for
 
     def action(self, method: str) -> str:
         """Return the name of the change that a call makes; "" if it only reads."""
@@ -76,8 +75,7 @@ _MANAGEMENT = f"{_TORCHSERVE}.management.ManagementAPIsService"
 # routes, and the changes by method.
 TABLE: tuple[Row, ...] = (
     *_rest(None, None, "/livez", "/startupz", "/readyz", "/readyz/{model}", "/readyz/{model}/{version}"),
-    *_rest(None, None, "/api-description"),
-    Row("rest", None, None, "/", {}, method="OPTIONS"),
+    *_rest(None, None, "/", "/api-description"),
     *_rest("inference", None, PAGE),
     *_rest("metrics", "metrics", "/metrics", "/metrics/{rest:path}"),
     Row("rest", "management", API_KEY, "/token", {ANY_METHOD: "renew-token"}),
@@ -174,14 +172,12 @@ class RestPort:
         self._other = Row("rest", None, _role_of_port(surfaces), "", {})
         self.page = next((row for row in served if row.route == PAGE), None)  # None: the port has no page
 
-    def row(self, method: str, path: str) -> Row:
+    def row(self, path: str) -> Row:
         """Return the row of a request; for a path that does not exist, a row with the role of the port.
 
         `path` is percent-decoded, without trailing slashes except for "/".
         """
         for row, pattern in self._rows:
-            if row.method not in (ANY_METHOD, method):
-                continue
             if pattern.fullmatch(path) or (row.route == PREDICTIONS and prediction_target(path) is not None):
                 return row
         return self._other

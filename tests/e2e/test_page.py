@@ -85,9 +85,9 @@ def test_a_browser_gets_the_page_without_a_key_and_others_what_torchserve_answer
     policy = found.headers["content-security-policy"]
     assert "default-src 'none'" in policy and "unsafe" not in policy and "frame-ancestors 'none'" in policy
     for headers in ({}, {"accept": "*/*"}, {"accept": "application/json"}):
-        assert server.call("GET", "/", headers=headers).json()["type"] == "InvalidKeyException"
-    assert server.call("POST", "/", b"", headers=HTML).json()["type"] == "InvalidKeyException"
-    assert server.call("GET", "/", api="management", headers=HTML).status == 400
+        assert server.call("GET", "/", headers=headers).json()["type"] == "MethodNotAllowedException"
+    assert server.call("POST", "/", b"", headers=HTML).json()["type"] == "MethodNotAllowedException"
+    assert server.call("GET", "/", api="management", headers=HTML).status == 405
 
 
 def test_the_page_asks_no_other_host_and_tells_nothing_of_the_models(server: Any) -> None:

@@ -320,7 +320,7 @@ class Heads:
         path = path.rstrip("/") or "/"
         is_prediction = "inference" in self._port.surfaces and method != b"OPTIONS"
         target = prediction_target(path) if is_prediction else None
-        row = self._port.row(method.decode("ascii"), path)
+        row = self._port.row(path)
         role = self._port.role(row)
         return Place(raw_path, path, parsed.query or b"", row, role, target)
 
