@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import itertools
 from abc import abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
@@ -194,7 +195,8 @@ class TransformerHandler(BaseHandler):
     @timed
     def preprocess(self, data: Any) -> Any:
         """Tokenize the texts of each request."""
-        return Batch(read_each(list(enumerate(data)), lambda one: self._texts(*one)), torch.empty(0))
+        places = itertools.count()
+        return Batch(read_each(data, lambda row: self._texts(next(places), row)), torch.empty(0))
 
     def _texts(self, _place: int, row: Any) -> Texts:
         found, pairs = _fields(row)
