@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 from collections.abc import MutableMapping
 from pathlib import Path
 
@@ -28,6 +29,7 @@ _BESIDE = {  # packing options, and files beside a bare model that set them; the
     "--requirements-file": ("requirements.txt",),
     "--example": tuple(f"example.{suffix}" for suffix in ("json", "pt", "npy", "png", "jpg", "jpeg")),
 }
+_READ = {name for names in _BESIDE.values() for name in names}
 _ENVELOPE, _PROTOCOL = "TS_SERVICE_ENVELOPE", "PROTOCOL_VERSION"
 _UNSET = ("", "<no value>")  # KServe fills in the latter for a label that an InferenceService lacks
 # Addresses where KServe expects the server; for gRPC inference, the port of KServe's wrapper for TorchServe.
@@ -94,13 +96,13 @@ def arguments_of(folder: Path, name: str) -> list[str]:
 
 
 def _model_in(folder: Path) -> Path:
-    """Return the file or folder of the one model; descend where a folder holds one folder only, as `1/`."""
+    """Return the file or folder of the one model; descend where `_inner` names a folder."""
     if not folder.is_dir():
         raise LaunchRefused(f"{folder} not found: expected the folder in which KServe puts models")
     # A claim that is a disk of its own has lost+found.
     entries = [each for each in sorted(folder.iterdir()) if not each.name.startswith((".", "lost+found"))]
-    if len(entries) == 1 and entries[0].is_dir():
-        return _model_in(entries[0])
+    if (inner := _inner(entries)) is not None:
+        return _model_in(inner)
     if (folder / "config.json").is_file():
         return folder  # of Hugging Face: weights beside their configuration
     for suffix in _MODELS:
@@ -116,6 +118,22 @@ def _model_in(folder: Path) -> Path:
         f"{folder} holds no model: expected config/config.properties with model-store/, *.mar, one of "
         f"{', '.join(_MODELS)}, or a Hugging Face folder"
     )
+
+
+def _inner(entries: list[Path]) -> Path | None:
+    """Return the folder to look into: the only one, or the highest of numbered ones, as Triton does."""
+    folders = [
+        each
+        for each in entries
+        # Triton has a configuration and the names of classes beside `1/`.
+        if each.name != "config.pbtxt" and (each.suffix != ".txt" or each.name in _READ)
+    ]
+    if not folders or not all(each.is_dir() for each in folders):
+        return None
+    if len(folders) == 1:
+        return folders[0]
+    numbered = all(re.fullmatch("[0-9]+", each.name) for each in folders)
+    return max(folders, key=lambda each: int(each.name)) if numbered else None
 
 
 def _packing_arguments(model: Path) -> list[str]:

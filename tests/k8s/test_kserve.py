@@ -220,6 +220,10 @@ def test_a_bare_exported_program_answers_both_protocols_under_the_services_name(
           "--requirements-file=M/requirements.txt"]),
         (["net/1/model.onnx"], ["M/net/1/model.onnx", "--model-name=net"]),
         (["net/1/model.onnx", "lost+found/#1"], ["M/net/1/model.onnx", "--model-name=net"]),
+        (["cifar10/config.pbtxt", "cifar10/labels.txt", "cifar10/1/model.pt2"],
+         ["M/cifar10/1/model.pt2", "--model-name=net"]),
+        (["config.pbtxt", "2/model.onnx", "9/model.onnx", "10/model.onnx"],
+         ["M/10/model.onnx", "--model-name=net"]),
         (["model.pt2", "model.pt"], ["M/model.pt2", "--model-name=net"]),
         (["config.json", "model.safetensors", "tokenizer.json"], ["M", "--model-name=net"]),
         ([".cache", "model.safetensors", "model.py"],
@@ -237,10 +241,18 @@ def test_each_layout_of_the_folder_is_served_by_arguments_of_its_own(
 
 
 @pytest.mark.parametrize(
-    ("files", "said"), [([], "holds no model"), (["a.onnx", "b.onnx"], r"several models \(a.onnx, b.onnx\)")]
+    ("files", "said"),
+    [
+        ([], "holds no model"),
+        (["a.onnx", "b.onnx"], r"several models \(a.onnx, b.onnx\)"),
+        (["config.pbtxt"], "holds no model"),
+        (["a/model.onnx", "b/model.onnx"], "holds no model"),
+        (["1/model.onnx", "requirements.txt"], "holds no model"),  # which would be ignored there
+    ],
 )
 def test_a_folder_without_one_model_is_refused(files: list[str], said: str, tmp_path: Path) -> None:
     for file in files:
+        (tmp_path / file).parent.mkdir(exist_ok=True)
         (tmp_path / file).touch()
     with pytest.raises(LaunchRefused, match=said):
         arguments_of(tmp_path, "net")
