@@ -273,7 +273,7 @@ class Store:
             config,
             signature,
             file_name=opened.source.name,
-            outside_store=opened.source.parent.resolve() != self._archives.path,
+            outside_store=_real(opened.source.parent) != self._archives.path,
             tensors=archive_signature(directory),
             signer=opened.signer,
             fingerprint=_fingerprint(archive),
@@ -402,7 +402,7 @@ class StoreFolder:
     """
 
     def __init__(self, path: Path | None) -> None:
-        self.path = path.resolve() if path else None
+        self.path = _real(path) if path else None
 
     def configured(self) -> Path:
         """Return the folder.
@@ -466,7 +466,8 @@ class StoreFolder:
         path = root / name
         if not name or not _exists(path):
             raise ModelNotFound(f"Model not found at: {url}", f"there is no {name!r} in {root}")
-        if path.resolve().parent != root and not path.is_symlink():
+        # The name "." is the store itself, which may be a link.
+        if path == root or (_real(path).parent != root and not path.is_symlink()):
             raise ModelNotFound(f"Model not found at: {url}")
         return path
 
@@ -478,6 +479,18 @@ class StoreFolder:
         root = self.path
         is_below = root is not None and path != root and path.parent.resolve().is_relative_to(root)
         return path if trusted or is_below else None
+
+
+def _real(path: Path) -> Path:
+    """Return the path without links, so that one folder has one path; as it is if its links can't be read so.
+
+    A link through `/proc/PID/root`, as KServe makes for `oci://`, leads to the files of another container,
+    and its text names a place in this one.
+    """
+    resolved = path.resolve()
+    if not _exists(path) or (_exists(resolved) and resolved.samefile(path)):
+        return resolved
+    return path.absolute()
 
 
 def _exists(path: Path) -> bool:

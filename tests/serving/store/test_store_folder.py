@@ -90,3 +90,22 @@ def test_a_full_path_does_not_lead_a_client_out_of_the_folder(root: Path, tmp_pa
 def test_a_store_that_is_the_whole_disk_is_no_model() -> None:
     with pytest.raises(ModelNotFound, match="Model not found at: /"):
         StoreFolder(Path("/")).find("/", trusted=False)
+
+
+def test_a_store_behind_a_link_that_leads_to_another_container_is_read_by_the_link(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (root / "m.mar").touch()
+    (root / "out").symlink_to(tmp_path)
+    link, target = tmp_path / "link", tmp_path / "of-another-container"
+    link.symlink_to(root)
+    with monkeypatch.context() as patched:
+        # As a link through /proc/PID/root, whose text is a path of the other container.
+        patched.setattr(Path, "resolve", lambda path: Path(str(path).replace(str(link), str(target))))
+        folder = StoreFolder(link)
+
+        assert folder.names() == ["m.mar"]
+        assert folder.find("m.mar", trusted=False) == link / "m.mar"
+        for outside in (".", f"{link}/out/store"):
+            with pytest.raises(ModelNotFound):
+                folder.find(outside, trusted=False)
