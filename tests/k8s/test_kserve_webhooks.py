@@ -1,9 +1,10 @@
-"""The rules of KServe's webhooks beyond its CRDs: our objects pass, and broken ones are denied."""
+"""The rules of KServe beyond its CRDs: its webhooks let our objects in and deny broken ones; images' tags."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -177,3 +178,41 @@ def test_a_service_that_names_no_runtime_gets_this_one(kserve_objects: dict[str,
     assert not any(
         each.get("autoSelect") for each in kserve_objects[MACHINES]["spec"]["supportedModelFormats"]
     )
+
+
+SERVER_TYPES = {"kserve-torchserve": "torchserve", "kserve-tensorflow-serving": "tensorflow",
+                "kserve-huggingfaceserver": "huggingfaceserver"}  # fmt: skip
+
+
+def asked_for(runtime: Object, *, version: str | None = None, gpu: bool = False) -> str:
+    """The image of a pod by UpdateImageTag of KServe's utils.go; `version` is `runtimeVersion`."""
+    (server,) = [each for each in runtime["spec"]["containers"] if each["name"] == "kserve-container"]
+    image: str = server["image"]
+    if "@sha256:" in image:
+        return image
+    untagged = re.sub(r":[\w.\-]*$", "", image)
+    if version is not None:
+        return f"{untagged}:{version}"
+    metadata = runtime["metadata"]
+    named = metadata.get("annotations", {}).get("serving.kserve.io/server-type")
+    is_torchserve = (named or SERVER_TYPES.get(metadata["name"])) == "torchserve"
+    appends = gpu and is_torchserve and image != untagged and not image.endswith("-gpu")
+    return f"{image}-gpu" if appends else image
+
+
+def test_the_image_that_kserve_asks_for_on_a_gpu_is_one_that_the_page_builds(
+    kserve_objects: dict[str, Object], changed: Changed, root: Path
+) -> None:
+    runtime, page = kserve_objects[RUNTIME], (root / "docs/kserve.md").read_text()
+    head = (root / "k8s/kserve/clusterservingruntime.yaml").read_text().partition("\napiVersion")[0]
+    built = re.findall(r"^docker build .*VARIANT=cuda -t (\S+) \.$", page, re.MULTILINE)
+    by_digest = changed(runtime, "spec.containers.0.image", "torchere@sha256:" + "0" * 64)
+
+    assert built == [asked_for(runtime, gpu=True)]
+    assert built[0] in head
+    assert asked_for(runtime) == runtime["spec"]["containers"][0]["image"]
+    assert asked_for(runtime, version="0.8.2") == "torchere:0.8.2"  # so both say to remove it
+    assert "`runtimeVersion`" in page and "runtimeVersion" in head
+    assert asked_for(by_digest, version="0.8.2", gpu=True) == by_digest["spec"]["containers"][0]["image"]
+    machines = kserve_objects[MACHINES]
+    assert asked_for(machines, gpu=True) == machines["spec"]["containers"][0]["image"]
