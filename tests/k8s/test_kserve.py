@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 import time
@@ -93,8 +94,8 @@ def test_both_protocols_are_reached_from_outside_and_management_is_not(
 
 
 @pytest.fixture
-def serve(root: Path, objects: dict[str, Object], tmp_path: Path) -> Iterator[Callable[[], str]]:
-    """Starts a server of `models/` by the runtime's arguments and variables; returns its address."""
+def serve(root: Path, objects: dict[str, Object], tmp_path: Path) -> Iterator[Callable[..., str]]:
+    """Starts a server of `models/` by the runtime's arguments, variables and others; returns its address."""
     container = objects["ClusterServingRuntime"]["spec"]["containers"][0]
     arguments = [each.replace("/mnt/models", str(tmp_path / "models")).replace("{{.Name}}", "net")
                  for each in container["args"]]  # fmt: skip
@@ -107,12 +108,12 @@ def serve(root: Path, objects: dict[str, Object], tmp_path: Path) -> Iterator[Ca
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     started: list[subprocess.Popen[bytes]] = []
 
-    def serve() -> str:
+    def serve(**others: str) -> str:
         with (tmp_path / "log").open("w") as log:
             process = subprocess.Popen(
                 [root / "deploy/entrypoint.sh", *arguments],
                 stdout=log, stderr=subprocess.STDOUT, cwd=tmp_path,
-                env={**os.environ, **variables, "PATH": path},
+                env={**os.environ, **variables, **others, "PATH": path},
             )  # fmt: skip
         started.append(process)
         return _address(process, tmp_path / "log")
@@ -183,6 +184,22 @@ def test_a_store_laid_out_for_torchserve_has_metrics_to_scrape(
 
     with urllib.request.urlopen(f"http://{metrics}{path}", timeout=30) as answer:
         assert b"torchere_saturation{" in answer.read()
+
+
+def test_the_variable_that_the_page_has_for_the_grpc_port_of_torchserve_moves_the_server_there(
+    serve: Callable[..., str], root: Path, tmp_path: Path
+) -> None:
+    page = (root / "docs/kserve.md").read_text()
+    (said,) = re.findall(r"`containerPort: 7070`.*?`env: (.*?)`", page, re.DOTALL)
+    ((variable, port),) = [(each["name"], each["value"]) for each in yaml.safe_load(said)]
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        free = taken.getsockname()[1]
+    lay_out_for_torchserve(tmp_path / "models")
+
+    serve(**{variable: str(free)})
+
+    assert port == "7070"
+    socket.create_connection(("127.0.0.1", free), timeout=30).close()
 
 
 def test_a_bare_exported_program_answers_both_protocols_under_the_services_name(
