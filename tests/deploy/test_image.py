@@ -113,6 +113,14 @@ def test_the_bundled_configuration_has_neither_errors_nor_warnings_and_the_expos
     assert [str(address.port) for address in addresses if address] == exposed.group(1).split()
 
 
+def test_the_stores_that_it_makes_are_those_that_the_configuration_names(root: Path, dockerfile: str) -> None:
+    settings = configure(read_properties(root / "deploy/config.properties")).settings
+
+    made = re.findall(r"/home/model-server/\w+-store", dockerfile)
+
+    assert made == [str(settings.model_store), str(settings.workflow_store)]
+
+
 def test_it_runs_as_nobody_in_particular_and_is_asked_how_it_is(dockerfile: str) -> None:
     last_stage = dockerfile.rpartition("\nFROM ")[2]
 
@@ -279,3 +287,4 @@ def test_the_configuration_that_the_unit_installs_loads_the_store_and_listens_on
     grpc = (settings.grpc_inference_address, settings.grpc_management_address)
     assert {address.host for address in (*rest, *grpc) if address} == {"127.0.0.1"}
     assert settings.load_models == ("all",)
+    assert settings.workflow_store is None  # the unit names the model store, in which workflows are then
