@@ -131,6 +131,14 @@ def test_it_runs_as_nobody_in_particular_and_is_asked_how_it_is(dockerfile: str)
     assert 'CMD ["serve"]' in last_stage
 
 
+def test_it_is_entered_by_the_name_that_images_made_from_torchserves_replace(dockerfile: str) -> None:
+    (link,) = re.findall(r"ln -s entrypoint.sh (\S+)", dockerfile)
+    (entered,) = re.findall(r"^ENTRYPOINT (.*)$", dockerfile, re.MULTILINE)
+
+    assert json.loads(entered) == ["/usr/bin/tini", "--", link]
+    assert link == "/usr/local/bin/dockerd-entrypoint.sh"
+
+
 def test_the_base_of_both_stages_is_pinned_by_digest(dockerfile: str) -> None:
     (base,) = re.findall(r"^ARG BASE=(\S+)$", dockerfile, re.MULTILINE)
 
