@@ -9,23 +9,35 @@
 #   words with $NAME in them, or with &, | or ; between them, variables and shell commands in front, are for the shell,
 #                             as there: Docker itself fills nothing in, and a variable may hold several words. A server
 #                             that the shell leaves in the background is stayed with until it ends
+#   a script, if `torchserve` is in its text, is stayed with likewise
 #   anything else             is run as it is
 set -eu
 
 home=/home/model-server
 
+# starts_server COMMAND ...: a word of it names the server, or is a file with the name at its head, as a script is
+starts_server() {
+  case $* in *torchserve*) return ;; esac
+  # A line for the shell is one word, and has words of its own.
+  for word in $(printf '%s' "$*" | tr "\"';&|()" ' ') "$(command -v "$1")"; do
+    ! [ -f "$word" ] || ! head -c 65536 "$word" 2> /dev/null | grep -q torchserve || return 0
+  done
+  return 1
+}
+
 # stay COMMAND ...: run it, and stay until the server that it leaves in the background ends. A SIGTERM is for both, as a
 # shell that waits for a server with --foreground ends at once.
 stay() {
-  case $* in *torchserve*) ;; *) exec "$@" ;; esac
+  starts_server "$@" || exec "$@"
   told='' due='' status=0 ended=0
-  "$@" &
+  exec 3<&0
+  "$@" <&3 3<&- & # of itself, the shell gives what it starts in the background no input
   started=$!
   trap 'told=1 due=1; kill "$started" 2> /dev/null || :' TERM INT
   wait "$started" || status=$?
   trap 'told=1 due=1' TERM INT
   [ "$status" -eq 0 ] || [ "$told" ] || exit "$status"
-  if ! server=$(python -c "$left_running" 2> /dev/null); then
+  if ! server=$(python -c "$left_running" "$told" 2> /dev/null); then
     # A shell that became the server may have drained by now, and the signal has cut the wait for its status short.
     if [ "$told" ]; then
       wait "$started" || ended=$?
@@ -34,9 +46,10 @@ stay() {
     exit "$status"
   fi
   [ "$server" != "$started" ] || due='' # the shell has become the server, which has the signal
+  stop='torchserve --stop' # it sends no second signal, so that a script may stop the server itself
   while kill -0 "$server" 2> /dev/null; do
     # Each signal is passed on once, also one that came while Python ran: at a second one the server does not drain.
-    [ -z "$due" ] || { due='' && kill "$server" 2> /dev/null || :; }
+    [ -z "$due" ] || { due='' && $stop > /dev/null 2>&1 || :; stop="kill $server"; }
     sleep 0.2 &
     wait $! || : # a trap runs at once in a wait, and after a sleep
   done
@@ -45,9 +58,12 @@ stay() {
 }
 left_running='
 import os, sys
-from torchere.serving.commands.torchserve import pid_file, read_pid, running
-pid = read_pid(pid_file(os.environ))
-print(pid) if running(pid) else sys.exit(1)'
+from torchere.serving.commands.torchserve import pid_file, pid_without_file, read_pid, running
+file = pid_file(os.environ)
+pid = read_pid(file)
+if not running(pid):  # a script that has the signal, too, may have stopped the server, which drains without its file
+    pid = pid_without_file(file) if sys.argv[1] else None
+print(pid) if pid else sys.exit(1)'
 
 set -f # nothing here looks for file names; what is run in the end does as it likes
 if [ $# -eq 1 ]; then
@@ -116,4 +132,5 @@ if [ "${1##*/}" = torchserve ]; then
   esac
 fi
 
-exec "$@"
+case ${1##*/} in torchserve | torchere) exec "$@" ;; esac
+stay "$@"

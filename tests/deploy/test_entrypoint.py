@@ -133,6 +133,10 @@ def test_the_exit_status_is_that_of_the_command(root: Path) -> None:
     assert subprocess.run([root / "deploy/entrypoint.sh", "sh", "-c", "exit 7"], check=False).returncode == 7
 
 
+SCRIPT = "echo then\ntorchserve --start {options}\n"
+STOPPING = f"trap 'torchserve --stop' TERM\n{SCRIPT}sleep 60 & wait\n"
+
+
 @pytest.mark.parametrize(
     ("line", "python_waits_s"),
     [
@@ -141,8 +145,13 @@ def test_the_exit_status_is_that_of_the_command(root: Path) -> None:
         ("echo then; torchserve --start --foreground {options}; true", 0),
         ("echo then; exec torchserve --start --foreground {options}", 0),  # the shell is the server then
         ("echo then; torchserve --start --foreground {options} 2>&1 | cat", 0),
+        ("bash ./starts", 0),
+        ("starts", 0),
+        ("/bin/sh -c 'exec ./starts'", 0),
+        ("bash ./stops", 0),
+        ("env sh -c 'torchserve --start {options} && echo then'", 0),
     ],
-    ids=range(5),
+    ids=range(10),
 )
 def test_a_server_that_a_shell_has_started_is_stayed_with_and_ended(
     root: Path, tmp_path: Path, line: str, python_waits_s: int
@@ -152,10 +161,14 @@ def test_a_server_that_a_shell_has_started_is_stayed_with_and_ended(
     (tmp_path / "config.properties").write_text("\n".join([*addresses, *ports]))
     python = tmp_path / "python"
     python.write_text(f'#!/bin/sh\nsleep {python_waits_s}\nexec {sys.executable} "$@"\n')
+    options = "--ncs --model-store . --ts-config config.properties"
+    for name, text in {"starts": SCRIPT, "stops": STOPPING}.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text.format(options=options)}")
+        (tmp_path / name).chmod(0o755)
     python.chmod(0o755)
     path = os.pathsep.join([str(tmp_path), str(Path(sys.executable).parent), os.environ["PATH"]])
     log, variables = tmp_path / "log", {**os.environ, "PATH": path, "TMPDIR": str(tmp_path)}
-    line = line.format(options="--ncs --model-store . --ts-config config.properties")
+    line = line.format(options=options)
     with log.open("w") as file:
         entered = subprocess.Popen(
             [root / "deploy/entrypoint.sh", line], cwd=tmp_path, env=variables, stdout=file, stderr=file
@@ -169,8 +182,20 @@ def test_a_server_that_a_shell_has_started_is_stayed_with_and_ended(
 
         assert entered.wait(60) == 0
         assert "stopped: 0 predictions accepted" in log.read_text()
+        assert "ending at once" not in log.read_text()
     finally:
         subprocess.run(["torchserve", "--stop"], cwd=tmp_path, env=variables, check=False, timeout=60)
+
+
+def test_a_script_that_names_the_server_keeps_its_input_and_its_exit_status(
+    root: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "script").write_text("# as torchserve does\ncat\nexit 7\n")
+    command = [str(root / "deploy/entrypoint.sh"), "sh", str(tmp_path / "script")]
+
+    done = subprocess.run(command, check=False, input=b"given", capture_output=True, timeout=30)
+
+    assert (done.returncode, done.stdout) == (7, b"given")
 
 
 def test_a_line_for_the_shell_keeps_its_exit_status(enter: Callable[..., list[str]], root: Path) -> None:
