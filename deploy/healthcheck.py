@@ -1,11 +1,23 @@
-"""The image's health check: asks HEALTH_URL, by http or https; the status is 1 unless the answer is 200."""
+"""The image's health check: asks HEALTH_URL, by http or https, or else the address in the configuration.
 
+The status is 1 unless the answer is 200.
+"""
+
+import argparse
 import http.client
 import os
 import ssl
 import sys
 import urllib.error
 import urllib.request
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from torchere.serving.commands.serve_options import LaunchRefused, config_file
+from torchere.serving.commands.torchserve import pid_file, read_pid
+from torchere.serving.config.properties import ConfigurationError, Entry, read_properties
+from torchere.serving.config.resolve import configure
 
 _TIMEOUT_S = 1.4  # twice that is below the time-out of HEALTHCHECK
 
@@ -30,5 +42,20 @@ def is_healthy(url: str) -> bool:
     return False
 
 
+def configured_url(environ: Mapping[str, str]) -> str:
+    """Return the URL by the configuration file of the server: the default one if the file can't be read."""
+    words: list[str] = []
+    with suppress(OSError):  # no server has a pid file, or not any more
+        words = os.fsdecode(Path(f"/proc/{read_pid(pid_file(environ))}/cmdline").read_bytes()).split("\0")
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--ts-config", "--ts_config")
+    entries: tuple[Entry, ...] = ()
+    with suppress(ConfigurationError, LaunchRefused):
+        path = config_file(parser.parse_known_args(words)[0].ts_config, environ, use_snapshots=False)
+        entries = read_properties(path) if path else ()
+    return f"{configure(entries, environ).settings.inference_address}/livez"
+
+
 if __name__ == "__main__":
-    sys.exit(0 if is_healthy(os.environ["HEALTH_URL"]) else 1)
+    url = os.environ.get("HEALTH_URL") or configured_url(os.environ)
+    sys.exit(0 if is_healthy(url) else 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import importlib.util
 import json
 import os
 import re
@@ -127,7 +128,6 @@ def test_it_runs_as_nobody_in_particular_and_is_asked_how_it_is(dockerfile: str)
     assert "\nUSER 1000:1000\n" in last_stage
     assert "HEALTHCHECK" in last_stage
     assert 'CMD ["python", "/usr/local/lib/torchere/healthcheck.py"]' in last_stage
-    assert "8080/livez" in last_stage
     assert 'CMD ["serve"]' in last_stage
 
 
@@ -175,10 +175,11 @@ def test_bytecode_stays_and_that_of_the_standard_library_is_made(dockerfile: str
     assert not (tmp_path / "package/tests").exists()
 
 
+@pytest.mark.parametrize("named", ["HEALTH_URL", "TS_CONFIG_FILE", "--ts-config", "config.properties"])
 @pytest.mark.parametrize("tls", [False, True])
 @pytest.mark.parametrize("answers", [200, 503])
 def test_the_health_check_asks_by_http_or_https(
-    root: Path, tmp_path: Path, tls: bool, answers: int, certificate: Callable[[Path], None]
+    root: Path, tmp_path: Path, certificate: Callable[[Path], None], *, named: str, tls: bool, answers: int
 ) -> None:
     class Answer(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -195,14 +196,38 @@ def test_the_health_check_asks_by_http_or_https(
             context.load_cert_chain(tmp_path / "cert.pem", tmp_path / "key.pem")
             server.socket = context.wrap_socket(server.socket, server_side=True)
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        url = f"http://127.0.0.1:{server.server_address[1]}/livez"
-        environ = {"HEALTH_URL": url, "http_proxy": "http://127.0.0.1:9", "https_proxy": "http://127.0.0.1:9"}
-        asked = subprocess.run(
-            [sys.executable, root / "deploy/healthcheck.py"], env=environ, check=False, timeout=30
-        )
+        port = server.server_address[1]
+        file = tmp_path / ("config.properties" if named == "config.properties" else "other.properties")
+        file.write_text(f"inference_address={'https' if tls else 'http'}://0.0.0.0:{port}\n")
+        environ = {"http_proxy": "http://127.0.0.1:9", "https_proxy": "http://127.0.0.1:9",
+                   "TMPDIR": str(tmp_path), "PYTHONPATH": os.environ.get("PYTHONPATH", "")}  # fmt: skip
+        environ |= {"HEALTH_URL": f"http://127.0.0.1:{port}/livez"} if named == "HEALTH_URL" else {}
+        environ |= {"TS_CONFIG_FILE": str(file)} if named == "TS_CONFIG_FILE" else {}
+        options = [named, str(file)] if named == "--ts-config" else []
+        with subprocess.Popen(["sh", "-c", "read end", *options], stdin=subprocess.PIPE) as running:
+            (tmp_path / ".model_server.pid").write_text(f"{running.pid}\n")
+            asked = subprocess.run(
+                [sys.executable, root / "deploy/healthcheck.py"],
+                env=environ, cwd=tmp_path, check=False, timeout=30,
+            )  # fmt: skip
         server.shutdown()
 
     assert asked.returncode == (answers != 200)
+
+
+@pytest.mark.parametrize("written", [None, "inference_address=nonsense", "no line of a file: \\u12"])
+def test_the_health_check_asks_the_usual_address_without_a_usable_configuration(
+    root: Path, tmp_path: Path, written: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = importlib.util.spec_from_file_location("healthcheck", root / "deploy/healthcheck.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    if written:
+        (tmp_path / "config.properties").write_text(written)
+    monkeypatch.chdir(tmp_path)
+
+    assert module.configured_url({"TMPDIR": str(tmp_path)}) == "http://127.0.0.1:8080/livez"
 
 
 def test_any_other_user_of_group_0_may_write_where_user_1000_does(dockerfile: str, tmp_path: Path) -> None:
