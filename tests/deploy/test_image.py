@@ -252,9 +252,29 @@ def test_copies_avoid_the_slow_instruction_of_amds_processors(dockerfile: str) -
 
 def test_the_environment_keeps_its_pip(dockerfile: str) -> None:
     # It installs what models require; without it `RUN pip` finds the base image's, of another environment.
-    assert re.search(r"^RUN python -m venv /opt/torchere$", dockerfile, re.MULTILINE)
+    assert re.search(r"^RUN python -m venv --system-site-packages /opt/torchere$", dockerfile, re.MULTILINE)
     assert "pip uninstall" not in dockerfile
     assert "/opt/torchere/bin:$PATH" in dockerfile.rpartition("\nFROM ")[2]
+
+
+def test_the_user_of_the_container_may_install_packages_that_the_server_imports(
+    dockerfile: str, tmp_path: Path
+) -> None:
+    (made,) = re.findall(r"^RUN python (-m venv .*)/opt/torchere$", dockerfile, re.MULTILINE)
+    (base,) = re.findall(r"PYTHONUSERBASE=(\S+)", dockerfile)
+    index(tmp_path / "index", colours="1.0")
+    python, environ = tmp_path / "venv/bin/python", {**os.environ, "PYTHONUSERBASE": str(tmp_path / "user")}
+    (wheel,) = tmp_path.glob("index/colours/*.whl")
+    # As pip does by itself where the user may not write to the environment, but root may.
+    install = ["-m", "pip", "--python", str(python), "install", "--user", "--no-index", str(wheel)]
+    code = "import importlib.metadata as found; print(found.version('colours'))"
+
+    for words in ([*made.split(), "--without-pip", str(tmp_path / "venv")], install):
+        subprocess.run([sys.executable, *words], env=environ, check=True, timeout=120)
+    told = subprocess.run([python, "-P", "-c", code], env=environ, check=True, capture_output=True, text=True)
+
+    assert told.stdout == "1.0\n"
+    assert base == "/home/model-server/.local"
 
 
 def test_hadolint_has_nothing_to_say(root: Path, tool: Callable[[str], str]) -> None:
