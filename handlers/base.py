@@ -96,7 +96,7 @@ class BaseHandler:
             weights_kind(model, model_dir, self.model_yaml_config), model_dir, model
         )
         self.model = autocasting(
-            compiled(self.model, self.model_yaml_config), self.model_yaml_config, self.device
+            compiled(self.model, self.model_yaml_config, self.device), self.model_yaml_config, self.device
         )
         names = Path(model_dir, "index_to_name.json")
         if self.names_classes or names.is_file():

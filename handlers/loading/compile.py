@@ -45,8 +45,10 @@ def check_valid_pt2_backend(backend: str) -> bool:
     return False
 
 
-def compiled(model: Any, config: dict[str, Any]) -> Any:
+def compiled(model: Any, config: dict[str, Any], device: torch.device) -> Any:
     """Return the model compiled as `pt2` of model-config.yaml says; without it as `optimized` returns it.
+
+    A model that can't be compiled stays as it is, with a warning.
 
     Raises:
         ValueError: `pt2`, or `compile` in it, has the wrong type.
@@ -56,6 +58,9 @@ def compiled(model: Any, config: dict[str, Any]) -> Any:
         return optimized(model)
     try:
         faster = torch.compile(model, **options)
+        if device.type == "cpu" and options.get("backend", "inductor") == "inductor":
+            # It raises an exception where there is no compiler, in place of each run.
+            importlib.import_module("torch._inductor.cpp_builder").get_cpp_compiler()
     except Exception as err:  # torch raises many kinds; the model works without it
         logger.warning("Compiling the model with %s failed, proceeding without compilation: %s", options, err)
         return model

@@ -67,8 +67,29 @@ def test_an_unknown_backend_is_logged(caplog: pytest.LogCaptureFixture) -> None:
 def test_a_model_that_can_not_be_compiled_is_served_as_it_is(
     model: Any, pt2: object, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert compiled(model, {"pt2": pt2}) is model
+    assert compiled(model, {"pt2": pt2}, CPU) is model
     assert "proceeding without compilation" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("pt2", "device", "is_compiled"),
+    [
+        ("inductor", "cpu", False),
+        ({"mode": "default"}, "cpu", False),
+        ("eager", "cpu", True),
+        ("inductor", "cuda", True),
+    ],
+)
+def test_without_a_cpp_compiler_inductor_compiles_nothing_for_a_cpu(
+    pt2: object, device: str, is_compiled: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = torch.nn.Linear(2, 2)
+
+    with torch._inductor.config.patch({"cpp.cxx": ()}):
+        found = compiled(model, {"pt2": pt2}, torch.device(device))
+
+    assert (found is not model) is is_compiled
+    assert ("No working C++ compiler found" in caplog.text) is not is_compiled
 
 
 @pytest.fixture
