@@ -428,8 +428,8 @@ class StoreFolder:
         Raises:
             ServingError: the folder can't be listed.
         """
-        entries = self._entries("workflow")
-        return sorted(path.name for path in entries if is_archive(path, (".war",), WORKFLOW_MANIFEST))
+        found = (path for path in self._entries("workflow") if is_archive(path, (".war",), WORKFLOW_MANIFEST))
+        return sorted(path.name for path in found)
 
     def _entries(self, kind: str) -> list[Path]:
         if self.path is None:
@@ -466,8 +466,7 @@ class StoreFolder:
         path = root / name
         if not name or not _exists(path):
             raise ModelNotFound(f"Model not found at: {url}", f"there is no {name!r} in {root}")
-        # The name "." is the store itself, which may be a link.
-        if path == root or (_real(path).parent != root and not path.is_symlink()):
+        if path == root or (_real(path).parent != root and not path.is_symlink()):  # "." is the store itself
             raise ModelNotFound(f"Model not found at: {url}")
         return path
 
