@@ -162,7 +162,7 @@ def add_inspect_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_inspect(namespace: argparse.Namespace) -> int:
-    """Verify the archive and print the report; print one line and return 1 when it can't be used."""
+    """Print the report of the archive, which tells changed files; print a line and return 1 if it is unusable."""
     try:
         report = inspect_archive(namespace.archive)
     except (ArchiveError, OSError) as error:

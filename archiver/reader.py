@@ -135,7 +135,7 @@ class Archive:
                 raise ArchiveError(folder.parent, reason, advice) from error
         if self.changed:
             logger.warning(
-                "%s was changed after packing, and is used as it is: its manifest has other digests for %s",
+                "%s was changed after packing, and is used as it is: files edited, added or taken out: %s",
                 self.path,
                 first_names(sorted(self.changed)),
             )

@@ -36,8 +36,8 @@ Written by `python benchmarks/quantization.py --write-docs`; do not edit, but it
 
 Dynamic int8 scales activations at each call. Static int8 takes their ranges from samples: some tens of
 inputs like real requests (`--max-samples`, 100 files of a folder by default); the model is
-traced, or else its exported program is taken, which keeps loops and branches on sizes. Neither keeps a branch
-on values or state in a buffer. Pictures among the
+traced, or else its exported program is taken, which follows loops over a tensor. Neither keeps a branch on
+values, or on a size that may vary, or state in a buffer. Pictures among the
 samples go through the handler's own decoding, cropping and normalising, as those of `--example` and of
 `torchere compare --data` do ([formats](formats.md#examples-and-sizes)). QAT is a model from
 `prepare_qat_fx` and training, or `convert_fx`. TorchScript of fp32 can't be quantised any more. An eager

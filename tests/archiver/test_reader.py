@@ -102,7 +102,7 @@ def test_a_folder_that_was_changed_is_unpacked_as_it_is_with_one_warning(
     assert (found / "models" / "1.bin").read_bytes() == b"moved in"
     (told,) = caplog.messages
     assert told.startswith(f"{folder} was changed after packing, and is used as it is: ")
-    assert told.endswith(" for model.pt, models/1.bin, names.json")
+    assert told.endswith(": model.pt, models/1.bin, names.json")
 
 
 def test_the_warning_about_a_changed_archive_is_bounded(

@@ -66,10 +66,10 @@ def fold(module: nn.Module, example: tuple[torch.Tensor, ...]) -> Folded:
     """
     model = copy.deepcopy(module).eval()
     folded = _folded(traced(copy.deepcopy(model), example), example)
-    if _answers_alike(model, folded.module, example):
+    if answers_alike(model, folded.module, example):
         return folded
     plain = Folded(traced(copy.deepcopy(model), example), 0, 0, 0)
-    if _answers_alike(model, plain.module, example):
+    if answers_alike(model, plain.module, example):
         return plain
     raise not_traceable(
         module,
@@ -89,7 +89,7 @@ def _folded(graph: fx.GraphModule, example: tuple[torch.Tensor, ...]) -> Folded:
     return Folded(graph, functional, paddings, normalisations)
 
 
-def _answers_alike(model: nn.Module, graph: fx.GraphModule, example: tuple[torch.Tensor, ...]) -> bool:
+def answers_alike(model: nn.Module, graph: fx.GraphModule, example: tuple[torch.Tensor, ...]) -> bool:
     """Compare the results on the example, and on those variations of it that the model accepts."""
     with torch.inference_mode():
         if not is_alike(answers(model, example), graph, example):

@@ -16,9 +16,9 @@ from torch import fx, nn
 from torch.nn import functional
 from torch.utils import _pytree as pytree
 
-from torchere.archiver.models.fold.convolutions import free_name, is_alike, parameter_at
+from torchere.archiver.models.fold.convolutions import answers_alike, free_name, parameter_at
+from torchere.archiver.models.inputs.buffers import unchanged_buffers
 from torchere.archiver.models.load.exported_program import make_traceable
-from torchere.archiver.models.measure.difference import answers
 
 _ATEN = torch.ops.aten
 _CONVOLUTIONS = {
@@ -29,6 +29,7 @@ _CONVOLUTIONS = {
     _ATEN.conv3d.default: nn.Conv3d,
     _ATEN.conv3d.padding: nn.Conv3d,
 }
+_WEIGHTED = {_ATEN.linear.default, *_CONVOLUTIONS}  # the weight is the second argument
 _RECURRENT: dict[Any, type[nn.LSTM | nn.GRU]] = {_ATEN.lstm.input: nn.LSTM, _ATEN.gru.input: nn.GRU}
 _NORMALISATIONS = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}
 # Functions and methods that take the operator's arguments in its order.
@@ -58,8 +59,12 @@ _FUNCTIONS: dict[Any, Callable[..., Any] | str] = {
     _ATEN.reshape.default: torch.reshape,
     _ATEN.view.default: "view",
 }
+_SHARED = "shares_memory"  # key of a node's `meta`
 _IN_PLACE = {
     _ATEN.add_.Tensor: _ATEN.add.Tensor,
+    _ATEN.mul_.Tensor: _ATEN.mul.Tensor,
+    _ATEN.clamp_.default: _ATEN.clamp.default,
+    _ATEN.elu_.default: _ATEN.elu.default,
     _ATEN.relu_.default: _ATEN.relu.default,
     _ATEN.hardtanh_.default: _ATEN.hardtanh.default,
     _ATEN.hardswish_.default: _ATEN.hardswish.default,
@@ -81,15 +86,34 @@ def with_layers(module: nn.Module, example: tuple[torch.Tensor, ...]) -> nn.Modu
     """
     if not isinstance(module, fx.GraphModule):
         return module
+    try:
+        graph = _with_layers(module)
+    # Broad: a program may call an operator in a way that no layer can, and does without layers then.
+    except Exception:
+        return module
+    with unchanged_buffers(module):  # which both share
+        return graph if answers_alike(module, graph, example) else module
+
+
+def _with_layers(module: fx.GraphModule) -> fx.GraphModule:
     graph = fx.GraphModule(module, _copied(module))
+    with torch.no_grad():
+        _compute_weights(graph)
     for node in list(graph.graph.nodes):
         node.meta.pop("nn_module_stack", None)  # names layers that the program no longer has
+        node.meta[_SHARED] = _shares_memory(node)
         if isinstance(node.target, torch._ops.OpOverload):
             _change(graph, node)
     graph.graph.eliminate_dead_code()
     make_traceable(graph)
-    with torch.no_grad():
-        return graph if is_alike(answers(module, example), graph, example) else module
+    return graph
+
+
+def _shares_memory(node: fx.Node) -> bool:
+    """Whether a change of the node's result in place may change another value."""
+    returns = node.target._schema.returns if isinstance(node.target, torch._ops.OpOverload) else ()
+    is_part = node.op == "get_attr" or node.target is operator.getitem
+    return is_part or any(one.alias_info is not None for one in returns)
 
 
 def _copied(module: fx.GraphModule) -> fx.Graph:
@@ -136,13 +160,42 @@ def _change(graph: fx.GraphModule, node: fx.Node) -> None:
         graph.graph.erase_node(node)
         return
     operation = node.target
-    if operation in _IN_PLACE and isinstance(node.args[0], fx.Node) and len(node.args[0].users) == 1:
+    if operation in _IN_PLACE and _is_followed(node):
         operation = _IN_PLACE[operation]
+        node.meta[_SHARED] = False
     function = _FUNCTIONS.get(operation)
     if isinstance(function, str):
         _replace(node, lambda: graph.graph.call_method(str(function), node.args))
     elif function is not None and not node.kwargs:  # `alpha` of a sum, the type of a mean
         _replace(node, lambda: graph.graph.call_function(function, node.args))
+
+
+def _compute_weights(graph: fx.GraphModule) -> None:
+    """Hold the value of each weight that is computed from weights, as a normalised one is."""
+    values: dict[fx.Node, Any] = {}
+    for node in list(graph.graph.nodes):
+        inputs = node.all_input_nodes
+        if node.op == "get_attr":
+            values[node] = parameter_at(graph, node)
+        elif node.op == "call_function" and inputs and not node.is_impure() and values.keys() >= set(inputs):
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
+            values[node] = node.target(*args, **kwargs)
+    for node, value in values.items():
+        weighs = any(user.target in _WEIGHTED and user.args[1] is node for user in node.users)
+        if node.op == "get_attr" or not weighs:
+            continue
+        name = free_name(graph, f"{node.name}_weight")
+        setattr(graph, name, nn.Parameter(value, requires_grad=False))
+        with graph.graph.inserting_before(node):
+            held = graph.graph.get_attr(name)
+        node.replace_all_uses_with(held)
+
+
+def _is_followed(node: fx.Node) -> bool:
+    """Whether nothing but the readers of the result of a change in place sees the change."""
+    changed = node.args[0]
+    is_own = isinstance(changed, fx.Node) and not changed.meta.get(_SHARED, True) and len(changed.users) == 1
+    return is_own and bool(node.users)
 
 
 def _arguments(node: fx.Node) -> dict[str, Any]:
@@ -167,10 +220,11 @@ def _layer(graph: fx.GraphModule, node: fx.Node, given: dict[str, Any]) -> nn.Mo
     settings: list[fx.Node] = []
     fx.node.map_arg([given[name] for name in given if name not in _TENSORS], settings.append)
     lacks_bias = given.get("bias") is not None and bias is None
-    if not isinstance(weight, torch.Tensor) or lacks_bias or settings:
+    # A weight that is no parameter, as that of a filter, is no layer's in the model either.
+    if not isinstance(weight, nn.Parameter) or lacks_bias or settings:
         return None
     layer: nn.Module | None = None
-    if node.target == _ATEN.linear.default:
+    if node.target == _ATEN.linear.default and weight.dim() == 2:
         layer = nn.Linear(weight.shape[1], weight.shape[0], bias is not None, device="meta")
     elif node.target in _CONVOLUTIONS:
         layer = _convolution(_CONVOLUTIONS[node.target], weight, bias, given)
@@ -180,17 +234,13 @@ def _layer(graph: fx.GraphModule, node: fx.Node, given: dict[str, Any]) -> nn.Mo
         layer = _normalisation(node, weight, held, given["eps"])
     if layer is None:
         return None
-    for name, tensor in (("weight", weight), ("bias", bias)):
-        if tensor is not None:
-            setattr(layer, name, _parameter(tensor))
+    layer.weight = weight
+    if bias is not None:
+        layer.bias = bias if isinstance(bias, nn.Parameter) else nn.Parameter(bias, requires_grad=False)
     return layer.eval()
 
 
 _TENSORS = {"input", "indices", "weight", "bias", "running_mean", "running_var"}
-
-
-def _parameter(tensor: torch.Tensor) -> nn.Parameter:
-    return tensor if isinstance(tensor, nn.Parameter) else nn.Parameter(tensor, requires_grad=False)
 
 
 def _convolution(
@@ -233,7 +283,7 @@ def _change_recurrent(graph: fx.GraphModule, node: fx.Node, given: dict[str, Any
     begins_with_zeros = all(one.target == _ATEN.zeros.default for one in states)
     layers = given["num_layers"] * (2 if given["bidirectional"] else 1)
     plain = len(weights) == layers * (4 if given["has_biases"] else 2)  # projections have more
-    if not plain or any(one is None for one in weights):
+    if not plain or not all(isinstance(one, nn.Parameter) for one in weights):
         return
     layer: Any = _RECURRENT[node.target](
         weights[0].shape[1],
@@ -245,7 +295,7 @@ def _change_recurrent(graph: fx.GraphModule, node: fx.Node, given: dict[str, Any
         device="meta",
     )
     for name, tensor in zip(layer._flat_weights_names, weights, strict=True):
-        setattr(layer, name, _parameter(tensor))
+        setattr(layer, name, tensor)
     name = _name(graph, node, layer.eval())
     with graph.graph.inserting_before(node):
         begin = () if begins_with_zeros else (states if is_lstm else states[0],)

@@ -47,6 +47,13 @@ def unguarded_module(program: ExportedProgram) -> torch.nn.Module:
     return program.module(check_guards=False)
 
 
+def holds_for_all_sizes(program: ExportedProgram) -> bool:
+    """Whether no size that may vary has a condition, as of a branch that torch.export has followed."""
+    # It has no public name. A torch without it is taken to have conditions.
+    conditions: list[str] = getattr(program, "_guards_code", ["unknown"])
+    return not conditions
+
+
 def make_traceable(graph: torch.fx.GraphModule) -> None:
     """Rewrite the untraceable operations of an exported program's module; its results stay the same.
 

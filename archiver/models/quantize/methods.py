@@ -23,7 +23,7 @@ from torchere.archiver.models.fold.parametrizations import copied, without_param
 from torchere.archiver.models.fold.tracing import NotTraceable, traced
 from torchere.archiver.models.inputs.run import DATATYPES, LoadedModel, copies
 from torchere.archiver.models.inputs.sizes import FreeSize
-from torchere.archiver.models.load.exported_program import unguarded_module
+from torchere.archiver.models.load.exported_program import holds_for_all_sizes, unguarded_module
 from torchere.archiver.models.load.torchscript import load_script
 from torchere.archiver.models.load.weight_only import (
     held_elsewhere,
@@ -251,7 +251,8 @@ _SHAPES = "torch.fx.experimental.symbolic_shapes"
 def _traceable(module: nn.Module, model: LoadedModel, say: Say) -> nn.Module:
     """Return the module if it can be traced, or else its exported program with layers if that can be.
 
-    torch.export keeps a loop over chunks of a tensor or a branch on its size, at which tracing fails.
+    torch.export follows a loop over chunks of a tensor, at which tracing fails. A program that holds for some
+    sizes only, because of a branch on one, is not taken.
     """
     try:
         traced(copy.deepcopy(module), model.example)
@@ -260,6 +261,8 @@ def _traceable(module: nn.Module, model: LoadedModel, say: Say) -> nn.Module:
             # torch prints the graph up to the point at which it fails.
             with errors_only(_SHAPES), contextlib.redirect_stderr(io.StringIO()):
                 program = exported(module, model.example, model.signature.inputs)
+            if not holds_for_all_sizes(program):
+                return module
             layered = with_layers(unguarded_module(program), model.example)
             graph = traced(copy.deepcopy(layered), model.example)
         # Broad: torch.export runs the model's own code. `calibrate` raises the refusal.

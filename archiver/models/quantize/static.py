@@ -195,7 +195,8 @@ def calibrate(
     if not layers:
         raise ModelRefused(
             "no layer of the model can be int8; expected a convolution or a linear layer whose weights the "
-            "model's own code does not read: leave --quantize out, or take --quantize bf16"
+            "model's own code does not read (an exported program has none after run_decompositions()): leave "
+            "--quantize out, or take --quantize bf16"
         )
     clips = f"{len(clipped) // 2} ReLU6 made the range of the format" if clipped else ""
     note = "; ".join(part for part in (folded.note, clips) if part)

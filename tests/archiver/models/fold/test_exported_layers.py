@@ -96,6 +96,25 @@ class Sized(nn.Module):
         return out
 
 
+class Filtered(nn.Module):
+    """A filter in a buffer, a vector in place of a matrix, and weights that are computed."""
+
+    weights: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("weights", torch.rand(3, 1, 3, 3))
+        self.vector, self.square = nn.Parameter(torch.rand(8)), nn.Parameter(torch.rand(8, 8))
+        self.layer = nn.utils.parametrizations.weight_norm(nn.Linear(3, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = functional.conv2d(x, self.weights, groups=3).mean((2, 3))
+        grown = self.square
+        for _ in range(40):  # each step reads the last one twice
+            grown = 0.5 * grown + 0.5 * grown.tanh()
+        return functional.linear(functional.linear(self.layer(x), grown), self.vector)
+
+
 class Recurrent(nn.Module):
     """Reads the output of a recurrent layer, or its last state, from zeros or from a state of its own."""
 
@@ -128,17 +147,24 @@ def kinds(module: nn.Module) -> dict[str, type]:
     return {name: type(layer) for name, layer in module.named_modules() if not list(layer.children())}
 
 
-CASES = {
-    "pictures": (Residual(), (torch.rand(2, 3, 17, 17),)),
-    "sound": (Sound(), (torch.rand(2, 2, 12),)),
-    "words": (Words(), (torch.randint(0, 30, (2, 5)),)),
-    "twice": (Twice(), (torch.rand(2, 4),)),
-    "sizes": (Sized(), (torch.rand(2, 4),)),
-    "LSTM": (Recurrent(nn.LSTM, "output"), (torch.rand(2, 5, 8),)),
-    "LSTM's cell": (Recurrent(nn.LSTM, "cell", begins=True, num_layers=2), (torch.rand(2, 5, 8),)),
-    "GRU": (Recurrent(nn.GRU, "output", bidirectional=True), (torch.rand(2, 5, 8),)),
-    "GRU's state": (Recurrent(nn.GRU, "state", begins=True, bias=False), (torch.rand(2, 5, 8),)),
-}
+def cases() -> dict[str, tuple[nn.Module, Tensors]]:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return {
+            "pictures": (Residual(), (torch.rand(2, 3, 17, 17),)),
+            "sound": (Sound(), (torch.rand(2, 2, 12),)),
+            "words": (Words(), (torch.randint(0, 30, (2, 5)),)),
+            "twice": (Twice(), (torch.rand(2, 4),)),
+            "filter": (Filtered(), (torch.rand(2, 3, 5, 5),)),
+            "sizes": (Sized(), (torch.rand(2, 4),)),
+            "LSTM": (Recurrent(nn.LSTM, "output"), (torch.rand(2, 5, 8),)),
+            "LSTM's cell": (Recurrent(nn.LSTM, "cell", begins=True, num_layers=2), (torch.rand(2, 5, 8),)),
+            "GRU": (Recurrent(nn.GRU, "output", bidirectional=True), (torch.rand(2, 5, 8),)),
+            "GRU's state": (Recurrent(nn.GRU, "state", begins=True, bias=False), (torch.rand(2, 5, 8),)),
+        }
+
+
+CASES = cases()
 
 
 @pytest.mark.parametrize(("model", "example"), CASES.values(), ids=CASES)
@@ -148,8 +174,9 @@ def test_the_layers_answer_as_the_program_for_any_batch(model: nn.Module, exampl
     layered = with_layers(program, example)
     assert layered is not program
     assert program.code == code
-    # A bias that is computed is no weight of a layer.
-    assert reading_weights(layered) == ({"aten.linear.default"} if isinstance(model, Twice) else set())
+    left = {Twice: {"aten.linear.default"}, Filtered: {"aten.conv2d.default", "aten.linear.default"}}
+    # A bias that is computed is no weight of a layer, nor is a buffer or a vector.
+    assert reading_weights(layered) == left.get(type(model), set())
     many = tuple(tensor.repeat(3, *[1] * (tensor.dim() - 1)) for tensor in example)
     with torch.no_grad():
         assert difference([(answers(model, many), answers(layered, many))]).drift < 1e-5
@@ -185,7 +212,7 @@ def test_a_layer_that_is_called_twice_is_one_layer() -> None:
     assert called[2] != "other"  # which has a bias, and was called without it
 
 
-@pytest.mark.parametrize(("case", "layers"), [("pictures", 3), ("sound", 2), ("sizes", 1)])
+@pytest.mark.parametrize(("case", "layers"), [("pictures", 3), ("sound", 2), ("sizes", 1), ("filter", 2)])
 def test_static_int8_changes_the_layers_of_an_exported_program(case: str, layers: int) -> None:
     model, example = CASES[case]
     with quiet(), torch.no_grad():
@@ -193,7 +220,7 @@ def test_static_int8_changes_the_layers_of_an_exported_program(case: str, layers
         assert made.layers == layers
         script = to_torchscript(made.convert(), example, only_trace=True)
         many = tuple(tensor.repeat(3, *[1] * (tensor.dim() - 1)) for tensor in example)
-        assert difference([(answers(model, many), answers(script, many))]).drift < 0.1
+        assert difference([(answers(model, many), answers(script, many))]).drift < 0.15
 
 
 def test_dynamic_int8_changes_the_layers_of_an_exported_program() -> None:
@@ -234,6 +261,37 @@ def test_a_module_whose_layers_would_answer_otherwise_is_returned_as_it_is() -> 
     example = (torch.rand(2, 4),)
     program = exported(Counting(), example)
     assert with_layers(program, example) is program
+
+
+def test_the_state_of_a_program_stays_as_it_was() -> None:
+    example = (torch.rand(2, 4),)
+    program = exported(Counting(), example)
+    with_layers(program, example)
+    assert program.calls == 0
+
+
+class Part(nn.Module):
+    """Changes a part of a value in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.one(x)
+        y[:, :2].relu_()
+        out: torch.Tensor = self.other(y).mul_(2).add_(1).relu_()
+        return out
+
+
+def test_a_part_that_is_changed_in_place_changes_the_whole() -> None:
+    model, example = Part(), (torch.zeros(2, 4),)
+    model.one.bias.data.fill_(1)  # so that the example has nothing to clip
+    layered: Any = with_layers(exported(model, example), example)
+    many = torch.randn(8, 4) * 10
+    with torch.no_grad():
+        torch.testing.assert_close(layered(many), model(many))
+    assert {type(layer) for layer in layered.children()} == {nn.Linear}
 
 
 def test_a_model_with_layers_is_returned_as_it_is() -> None:

@@ -400,13 +400,21 @@ def test_what_tracing_does_not_follow_is_quantised_as_an_exported_program() -> N
         assert 0 < difference([(network(many), made.module(many))]).drift < 0.1
 
 
+class Wide(Parts):
+    """Branches on the size of a batch, of which an exported program follows one side."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) if x.shape[0] < 40 else super().forward(-x)
+
+
 @needs_engine
+@pytest.mark.parametrize("kind", [Chosen, Wide])
 def test_what_can_be_neither_traced_nor_exported_is_refused_for_its_forward(
-    capfd: pytest.CaptureFixture[str],
+    capfd: pytest.CaptureFixture[str], kind: Callable[[], nn.Module]
 ) -> None:
-    network, samples = Chosen().eval(), [(torch.rand(2, 3, 12, 12),)]
+    network, samples = kind().eval(), [(torch.rand(2, 3, 12, 12),)]
     specs = TensorSpec("x", "FP32", (-1, 3, 12, 12)), TensorSpec("y", "FP32", (-1, 4))
     model = LoadedModel(network, samples[0], Signature(specs[:1], specs[1:]), Path("net.py"))
-    with pytest.raises(ModelRefused, match="the forward of Chosen can't be traced"):
+    with pytest.raises(ModelRefused, match=r"the forward of (Chosen|Wide) can't be traced"):
         quantise(model, "int8-static", samples)
     assert "def forward" not in capfd.readouterr().err
