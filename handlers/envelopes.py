@@ -173,15 +173,13 @@ def instances_of(row: Any) -> list[Any]:
     body = json_body(row)
     instances = body.get("instances")
     if not isinstance(instances, list):
-        raise _no_instances(body)
+        raise _no_instances(body, "list of instances")
     return instances
 
 
-def _no_instances(body: dict[str, Any]) -> PredictionException:
+def _no_instances(body: dict[str, Any], lacks: str = "instances") -> PredictionException:
     found = fields_of(body) if body else "an empty object"
-    return bad_request(
-        f'The request has no list of instances: found {found}; expected {{"instances": [...]}}'
-    )
+    return bad_request(f'The request has no {lacks}: found {found}; expected {{"instances": [...]}}')
 
 
 def _decoded(instance: dict[Any, Any]) -> Any:

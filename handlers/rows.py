@@ -96,7 +96,7 @@ def rows_of(data: Any) -> Any:
             letters would be the rows.
     """
     if isinstance(data, (str, int, float, dict)):
-        raise bad_request(f"The instances of the request are a {type(data).__name__}; expected a list")
+        raise bad_request(f"The request has the instances {shown(data)}; expected a list")
     return data
 
 

@@ -68,7 +68,7 @@ class ListText:
     @property
     def has_fractions(self) -> bool:
         """Whether a number has a point or an exponent; true for `true`, `false` and other names with an e."""
-        return bool(np.isin(self._codes, _OF_FRACTIONS).any())
+        return any(bool((self._codes == code).any()) for code in _OF_FRACTIONS)
 
     def tensor_bytes(self, datatype: Datatype, shape: Sequence[object], field: str) -> bytes:
         """Return the elements as raw little-endian bytes in row-major order.

@@ -174,12 +174,14 @@ def _typical(value: Any) -> Any:
     JavaScript writes 1.0 as `1`. A value that is no list, or an empty one, is returned unchanged.
     """
     if isinstance(value, ListText) and value.count:
-        first, has_fractions = value.first, value.has_fractions
+        first = value.first
+        has_fractions = type(first) is int and value.has_fractions
     elif isinstance(value, list) and value:
-        first, has_fractions = value[0], float in set(map(type, value))
+        first = value[0]
+        has_fractions = type(first) is int and float in map(type, value)
     else:
         return value
-    return 0.5 if type(first) is int and has_fractions else first
+    return 0.5 if has_fractions else first
 
 
 def _input(name: str, value: Any, datatype: Datatype, rank: int) -> InputTensor:

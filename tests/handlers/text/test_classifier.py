@@ -104,5 +104,5 @@ def test_what_is_no_text_is_answered_with_400(classify: Any, row: Any, message: 
 
 
 def test_a_text_without_a_row_is_not_classified_by_its_first_letter(classify: Any) -> None:
-    with pytest.raises(PredictionException, match="are a str; expected a list"):
+    with pytest.raises(PredictionException, match="has the instances 'good'; expected a list"):
         classify.handler.preprocess("good")

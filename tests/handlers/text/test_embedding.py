@@ -313,7 +313,7 @@ def test_an_envelope_may_make_several_rows_of_a_request(make: Any) -> None:
 
 
 def test_a_text_behind_an_envelope_is_not_read_letter_by_letter(make: Any) -> None:
-    with pytest.raises(PredictionException, match="instances of the request are a str; expected a list"):
+    with pytest.raises(PredictionException, match="has the instances 'cats'; expected a list"):
         behind(KServeEnvelope, make(), {"instances": "cats"})
 
 

@@ -84,7 +84,7 @@ def test_a_row_without_a_picture_is_answered_with_400(
 
 
 def test_one_value_without_rows_is_answered_with_400(handler: ImageClassifier) -> None:
-    with pytest.raises(PredictionException, match="are a int; expected a list"):
+    with pytest.raises(PredictionException, match="has the instances 3; expected a list"):
         handler.preprocess(3)
 
 
