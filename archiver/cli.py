@@ -162,7 +162,7 @@ def add_inspect_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_inspect(namespace: argparse.Namespace) -> int:
-    """Print the report of the archive, which tells changed files; print a line and return 1 if it is unusable."""
+    """Print the archive's report, with its changed files; print a line and return 1 if it is unusable."""
     try:
         report = inspect_archive(namespace.archive)
     except (ArchiveError, OSError) as error:

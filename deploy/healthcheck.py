@@ -43,10 +43,17 @@ def is_healthy(url: str) -> bool:
 
 
 def configured_url(environ: Mapping[str, str]) -> str:
-    """Return the URL by the configuration file of the server: the default one if the file can't be read."""
+    """Return the URL by the configuration file of the server: the default one if the file can't be read.
+
+    A server with a pid file may have been started in another folder, with variables of its own.
+    """
     words: list[str] = []
     with suppress(OSError):  # no server has a pid file, or not any more
-        words = os.fsdecode(Path(f"/proc/{read_pid(pid_file(environ))}/cmdline").read_bytes()).split("\0")
+        process = Path(f"/proc/{read_pid(pid_file(environ))}")
+        words = os.fsdecode((process / "cmdline").read_bytes()).split("\0")
+        variables = os.fsdecode((process / "environ").read_bytes()).split("\0")
+        os.chdir(process / "cwd")
+        environ = {**environ, **dict(each.split("=", 1) for each in variables if "=" in each)}
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--ts-config", "--ts_config")
     entries: tuple[Entry, ...] = ()

@@ -136,7 +136,8 @@ def _snapshot_workflow(entry: object) -> SnapshotWorkflow:
         _count(members[key], key, str(name), signed=True) if key in members else None
         for key in ("responseTimeout", "startupTimeout")
     ]
-    return SnapshotWorkflow(url, name, response_s, startup_s, members.get("s3SseKms") is True)
+    signed, stored = (members.get(key) is True for key in ("s3SseKms", "onlyIfStored"))
+    return SnapshotWorkflow(url, name, response_s, startup_s, signed, stored)
 
 
 def _never_served(entry: object) -> SnapshotModel:

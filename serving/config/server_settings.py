@@ -226,6 +226,7 @@ class SnapshotWorkflow:
     response_timeout_s: int | None = None
     startup_timeout_s: int | None = None
     s3_sse_kms: bool = False  # the request for the URL is signed
+    only_if_stored: bool = False  # of the whole store, and never served: it counts while its file is there
 
     def entry(self) -> dict[str, object]:
         """Return the entry of a snapshot, which is our extension; TorchServe ignores it."""
@@ -235,6 +236,7 @@ class SnapshotWorkflow:
             "responseTimeout": self.response_timeout_s,
             "startupTimeout": self.startup_timeout_s,
             "s3SseKms": self.s3_sse_kms or None,
+            "onlyIfStored": self.only_if_stored or None,
         }
         return {key: value for key, value in values.items() if value is not None}
 

@@ -130,7 +130,7 @@ HEALTH_ROUTES = frozenset(
     {"/ping", f"{_V2_MODEL}/ready", f"{_V2_VERSION}/ready"}
     | {row.route for row in TABLE if row.route.endswith(("/Ping", "/ModelReady"))}
 )
-PROBES = frozenset({"/livez", "/readyz", "/startupz"})
+PROBES = frozenset({"/livez", "/readyz", "/startupz", "/v2/health/live", "/v2/health/ready"})
 _MODEL_PROBES = "/readyz/"  # followed by a model, and perhaps its version
 _PARAMETER = re.compile(r"\{(\w+)(?::(\w+))?\}")
 _CONVERTERS = {"": "[^/]+", "path": ".*", "wfpredict": "(?i:wfpredict)"}  # by their names in the framework

@@ -59,7 +59,10 @@ def startup_workflows(server: ServerSettings, stored: Callable[[], Sequence[str]
     """Return every workflow to register at startup; `load_workflows` is read as `load_models` is."""
     items, of_all = _listed(server.load_workflows, stored)
     named = [("", item) if of_all else _name_and_url(item) for item in items]
-    return [*server.snapshot_workflows, *(SnapshotWorkflow(url, name or None) for name, url in named)]
+    wanted = [SnapshotWorkflow(url, name or None, only_if_stored=of_all) for name, url in named]
+    kept = server.snapshot_workflows
+    names = stored() if any(each.only_if_stored for each in kept) else ()
+    return [*(each for each in kept if not each.only_if_stored or each.url in names), *wanted]
 
 
 def _listed(items: Sequence[str], stored: Callable[[], Sequence[str]]) -> tuple[Sequence[str], bool]:

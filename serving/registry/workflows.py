@@ -233,7 +233,9 @@ class Workflows:
 
     def to_restore(self) -> list[dict[str, Any]]:
         """Return the snapshot entries of all workflows, also of missing ones."""
-        registered = (replace(each.wanted, name=each.name) for each in self.registered())
+        registered = (
+            replace(each.wanted, name=each.name, only_if_stored=False) for each in self.registered()
+        )
         return [each.entry() for each in (*registered, *self._missing)]
 
     def stopping(self) -> None:

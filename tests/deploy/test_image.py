@@ -175,7 +175,17 @@ def test_bytecode_stays_and_that_of_the_standard_library_is_made(dockerfile: str
     assert not (tmp_path / "package/tests").exists()
 
 
-@pytest.mark.parametrize("named", ["HEALTH_URL", "TS_CONFIG_FILE", "--ts-config", "config.properties"])
+@pytest.mark.parametrize(
+    "named",
+    [
+        "HEALTH_URL",
+        "TS_CONFIG_FILE",
+        "its TS_CONFIG_FILE",
+        "--ts-config",
+        "in its folder",
+        "config.properties",
+    ],
+)
 @pytest.mark.parametrize("tls", [False, True])
 @pytest.mark.parametrize("answers", [200, 503])
 def test_the_health_check_asks_by_http_or_https(
@@ -203,12 +213,18 @@ def test_the_health_check_asks_by_http_or_https(
                    "TMPDIR": str(tmp_path), "PYTHONPATH": os.environ.get("PYTHONPATH", "")}  # fmt: skip
         environ |= {"HEALTH_URL": f"http://127.0.0.1:{port}/livez"} if named == "HEALTH_URL" else {}
         environ |= {"TS_CONFIG_FILE": str(file)} if named == "TS_CONFIG_FILE" else {}
-        options = [named, str(file)] if named == "--ts-config" else []
-        with subprocess.Popen(["sh", "-c", "read end", *options], stdin=subprocess.PIPE) as running:
+        options = ["--ts-config", str(file)] if named == "--ts-config" else []
+        options = ["--ts-config", file.name] if named == "in its folder" else options
+        own = {"TS_CONFIG_FILE": str(file)} if named == "its TS_CONFIG_FILE" else {}
+        elsewhere = tmp_path / "elsewhere"
+        elsewhere.mkdir()
+        with subprocess.Popen(
+            ["sh", "-c", "read end", *options], stdin=subprocess.PIPE, cwd=tmp_path, env={**os.environ, **own}
+        ) as running:
             (tmp_path / ".model_server.pid").write_text(f"{running.pid}\n")
             asked = subprocess.run(
                 [sys.executable, root / "deploy/healthcheck.py"],
-                env=environ, cwd=tmp_path, check=False, timeout=30,
+                env=environ, cwd=elsewhere, check=False, timeout=30,
             )  # fmt: skip
         server.shutdown()
 

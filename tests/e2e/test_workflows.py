@@ -178,6 +178,11 @@ def test_a_workflow_runs_from_registration_to_removal(server, pack_workflow):
     answer = managed(server, "DELETE", "/workflows/life")
     assert answer.json() == {"status": 'Workflow "life" unregistered'}
     assert "life__echo" not in models(server)
+    assert server.call("POST", "/wfpredict/life").json() == {
+        "code": 404,
+        "type": "WorkflowNotFoundException",
+        "message": "Workflow not found: life",
+    }
 
 
 def test_an_unknown_setting_of_a_model_is_said_and_ignored(server, pack_workflow):
@@ -201,11 +206,6 @@ def test_the_models_own_pair_of_workers_counts_before_the_specification(server, 
         found[step] = (model["minWorkers"], model["maxWorkers"], model["batchSize"])
     assert found == {"own": (1, 2, 2), "not": (3, 3, 2)}
     assert managed(server, "DELETE", "/workflows/pair").status == 200
-    assert server.call("POST", "/wfpredict/life").json() == {
-        "code": 404,
-        "type": "WorkflowNotFoundException",
-        "message": "Workflow not found: life",
-    }
 
 
 def test_the_first_step_gets_the_request_and_a_join_gets_each_parents_result_by_name(server, add):

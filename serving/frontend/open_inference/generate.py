@@ -65,7 +65,7 @@ def generate_request(body: bytes | memoryview, signature: Signature | None) -> T
     if isinstance(request_id, dict | list | ListText):
         raise InvalidRequest(f"id: found {shown(request_id)}, expected a text")
     specs = {spec.name: spec for spec in signature.inputs} if signature else None
-    members, parameters = _sorted(said, parameters or {}, specs)
+    members, parameters = _inputs_and_parameters(said, parameters or {}, specs)
     check_names("inputs", list(members))  # before each becomes a tensor
     inputs = []
     for name, value in members.items():
@@ -76,7 +76,9 @@ def generate_request(body: bytes | memoryview, signature: Signature | None) -> T
     return TensorRequest(tuple(inputs), request_id, parameter_values(parameters))
 
 
-def _sorted(said: Members, parameters: Members, specs: Container[str] | None) -> tuple[Members, Members]:
+def _inputs_and_parameters(
+    said: Members, parameters: Members, specs: Container[str] | None
+) -> tuple[Members, Members]:
     """Return the inputs of a request, and its parameters; `specs` has the names of the signature's inputs."""
     members = {name: value for name, value in said.items() if name not in _RESERVED}
     lifted = {

@@ -41,7 +41,17 @@ def test_workflows_of_the_start_are_named_as_models_are_and_all_is_the_whole_wor
     named = [SnapshotWorkflow("x.war", "a"), SnapshotWorkflow("https://h/y.war?z=1")]
     assert startup_workflows(server, list) == [kept, *named]
     everything = startup_workflows(ServerSettings(load_workflows=("all",)), lambda: ["a=b.war"])
-    assert everything == [SnapshotWorkflow("a=b.war")]
+    assert everything == [SnapshotWorkflow("a=b.war", only_if_stored=True)]
+
+
+def test_a_workflow_of_the_whole_store_that_never_loaded_is_wanted_while_its_file_is_there() -> None:
+    there, gone = (SnapshotWorkflow(f"{name}.war", only_if_stored=True) for name in ("there", "gone"))
+    assert there.entry() == {"workflowUrl": "there.war", "onlyIfStored": True}
+    server = ServerSettings(snapshot_workflows=(there, gone, SnapshotWorkflow("served.war", "served")))
+    assert startup_workflows(server, lambda: ["there.war"]) == [
+        there,
+        SnapshotWorkflow("served.war", "served"),
+    ]
 
 
 @pytest.mark.parametrize(

@@ -66,6 +66,7 @@ def test_torchserves_counters_are_counters_to_scrapers_that_prefer_openmetrics(a
 def test_a_probe_that_says_no_is_no_error_of_the_server(ask, planes):
     planes.data.is_ready = Readiness(False, ("a model loads",))
     assert ask("inference", "GET", "/readyz").status == 503
+    assert ask("inference", "GET", "/v2/health/ready").status == 503
     counters = planes.metrics.exposition({"Requests5XX"})
     assert 'Requests5XX{Level="Host",Hostname="host",} 0.0' in counters
 
