@@ -70,8 +70,7 @@ CASES = (
     Case("convert: missing", "convert {here}/gone.mar {to}", r"gone\.mar: .*check the path", (CONVERTED,)),
     Case("convert: no archive", "convert {junk_mar} {to}", r"name a \.mar or a \.tar\.gz", (CONVERTED,)),
     Case("convert: cut off", "convert {cut_mar} {to}", "pack the archive again", (CONVERTED,)),
-    Case("convert: edited", "convert {edited} {to}", "do not use it; pack or fetch it again", (CONVERTED,)),
-    Case("convert: added to", "convert {added} {to}", "pack the archive again", (CONVERTED,)),
+    Case("convert: edited", "convert {edited} {to}", "it is damaged or cut off", (CONVERTED,)),
     Case("convert: no model", "convert {alone_mar} {to}", "it holds no model.*torchere archive", (PACKED,)),
     Case(
         "convert: a class",
@@ -315,9 +314,8 @@ def _write_archives(folder: Path, forms: Any) -> None:
         (folder / "signature.json").write_text(json.dumps(signature))
         write(name, serialized_file=script, extra_files=(folder / "signature.json",))
     (folder / "cut.mar").write_bytes((folder / "script.mar").read_bytes()[:-30])
-    for name, file in (("edited", "script.pt"), ("added", "notes.txt")):
-        _unpack(folder / "script.mar", folder / name)
-        (folder / name / file).write_text("another")
+    _unpack(folder / "script.mar", folder / "edited")
+    (folder / "edited/script.pt").write_text("another")
 
 
 def _unpack(archive: Path, folder: Path) -> None:

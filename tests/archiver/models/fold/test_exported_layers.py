@@ -109,7 +109,7 @@ class Filtered(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = functional.conv2d(x, self.weights, groups=3).mean((2, 3))
-        grown = self.square
+        grown: torch.Tensor = self.square
         for _ in range(40):  # each step reads the last one twice
             grown = 0.5 * grown + 0.5 * grown.tanh()
         return functional.linear(functional.linear(self.layer(x), grown), self.vector)
