@@ -176,8 +176,9 @@ def _compute_weights(graph: fx.GraphModule) -> None:
     for node in list(graph.graph.nodes):
         inputs = node.all_input_nodes
         if node.op == "get_attr":
-            values[node] = parameter_at(graph, node)
-        elif node.op == "call_function" and inputs and not node.is_impure() and values.keys() >= set(inputs):
+            if not any(map(_is_mutable, node.users)):  # it is the same at each call
+                values[node] = parameter_at(graph, node)
+        elif node.op == "call_function" and not _is_mutable(node) and inputs and values.keys() >= set(inputs):
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
             values[node] = node.target(*args, **kwargs)
     for node, value in values.items():
@@ -189,6 +190,10 @@ def _compute_weights(graph: fx.GraphModule) -> None:
         with graph.graph.inserting_before(node):
             held = graph.graph.get_attr(name)
         node.replace_all_uses_with(held)
+
+
+def _is_mutable(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
 
 def _is_followed(node: fx.Node) -> bool:

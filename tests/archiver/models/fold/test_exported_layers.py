@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -261,6 +262,30 @@ def test_a_module_whose_layers_would_answer_otherwise_is_returned_as_it_is() -> 
     example = (torch.rand(2, 4),)
     program = exported(Counting(), example)
     assert with_layers(program, example) is program
+
+
+class Growing(nn.Module):
+    """Computes a weight from a value that each call changes."""
+
+    scale: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.Parameter(torch.rand(4, 4))
+        self.register_buffer("scale", torch.ones(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = functional.linear(x, self.weights * self.scale)
+        self.scale.mul_(2)
+        return out
+
+
+def test_a_weight_that_changes_from_call_to_call_stays_computed() -> None:
+    model, example = Growing(), (torch.rand(2, 4),)
+    made = with_layers(exported(copy.deepcopy(model), example), example)
+    with torch.no_grad():
+        for _ in range(3):
+            torch.testing.assert_close(made(*example), model(*example))
 
 
 def test_the_state_of_a_program_stays_as_it_was() -> None:
