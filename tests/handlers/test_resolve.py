@@ -404,14 +404,17 @@ def test_the_operators_default_handler_may_be_an_installed_module(
 
 
 def test_the_operators_default_handler_may_be_sagemakers_without_its_toolkit(
-    tmp_path: Path, make_context: Any
+    tmp_path: Path, make_context: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setenv("PYTHONPATH", "")  # the script's folder is added: servers of later tests would find it
     code = tmp_path / "model" / "code"
     code.mkdir(parents=True)
     (code / "inference.py").write_text("def model_fn(folder): return folder\n")
     name = "sagemaker_pytorch_serving_container.handler_service:handle"
     entry_point = load_entry_point(name, make_context(tmp_path / "model"), installed=True)
     assert type(entry_point.instance).__name__ == "SageMakerHandler"
+    sys.modules.pop("inference", None)
 
 
 def test_the_operators_default_handler_may_be_a_file_anywhere(
