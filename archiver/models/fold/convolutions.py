@@ -92,7 +92,7 @@ def _folded(graph: fx.GraphModule, example: tuple[torch.Tensor, ...]) -> Folded:
 def answers_alike(model: nn.Module, graph: fx.GraphModule, example: tuple[torch.Tensor, ...]) -> bool:
     """Compare the results on the example, and on those variations of it that the model accepts."""
     with torch.inference_mode():
-        if not is_alike(answers(model, example), graph, example):
+        if not _is_alike(answers(model, example), graph, example):
             return False
         for vary in VARIATIONS:  # the model's state is not restored between them: a graph may lack it
             inputs = tuple(map(vary, example))
@@ -101,13 +101,12 @@ def answers_alike(model: nn.Module, graph: fx.GraphModule, example: tuple[torch.
             # Broad: the model's own code may refuse such values with any error.
             except Exception:
                 continue
-            if not is_alike(wanted, graph, inputs):
+            if not _is_alike(wanted, graph, inputs):
                 return False
     return True
 
 
-def is_alike(wanted: Outputs, graph: fx.GraphModule, inputs: Outputs) -> bool:
-    """Return whether a graph runs on the inputs and answers as wanted, but for the order of sums."""
+def _is_alike(wanted: Outputs, graph: fx.GraphModule, inputs: Outputs) -> bool:
     try:
         return difference([(wanted, answers(graph, inputs))]).drift <= _SAME
     # Broad: an incorrectly traced graph may raise any error.

@@ -37,7 +37,7 @@ _FUNCTIONS: dict[Any, Callable[..., Any] | str] = {
     _ATEN.add.Tensor: operator.add,
     _ATEN.mul.Tensor: operator.mul,
     _ATEN.cat.default: torch.cat,
-    _ATEN.relu.default: functional.relu,  # which torch fuses with the layer before it, unlike torch.relu
+    _ATEN.relu.default: functional.relu,
     _ATEN.clamp.default: torch.clamp,
     _ATEN.elu.default: functional.elu,
     _ATEN.hardtanh.default: functional.hardtanh,

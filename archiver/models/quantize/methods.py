@@ -17,7 +17,7 @@ from torchere.archiver.errors import ModelRefused
 from torchere.archiver.models.convert.exported_program import refuse_attributes
 from torchere.archiver.models.convert.torchscript import to_torchscript
 from torchere.archiver.models.fold.attention import Opened, open_attention
-from torchere.archiver.models.fold.convolutions import is_alike
+from torchere.archiver.models.fold.convolutions import answers_alike
 from torchere.archiver.models.fold.exported_layers import with_layers
 from torchere.archiver.models.fold.parametrizations import copied, without_parametrizations
 from torchere.archiver.models.fold.tracing import NotTraceable, traced
@@ -32,7 +32,6 @@ from torchere.archiver.models.load.weight_only import (
     weight_only,
 )
 from torchere.archiver.models.measure.cost import Samples, fewer_threads_when_busy
-from torchere.archiver.models.measure.difference import answers
 from torchere.archiver.models.quantize.candidates import (
     Candidate,
     Compile,
@@ -268,9 +267,8 @@ def _traceable(module: nn.Module, model: LoadedModel, say: Say) -> nn.Module:
         # Broad: torch.export runs the model's own code. `calibrate` raises the refusal.
         except Exception:
             return module
-        with torch.no_grad():
-            if not is_alike(answers(module, model.example), graph, model.example):
-                return module
+        if not answers_alike(module, graph, model.example):
+            return module
         say(f"{refusal.reason}: its exported program is quantised")
         return layered
     return module
