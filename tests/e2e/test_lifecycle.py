@@ -8,8 +8,9 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -88,29 +89,9 @@ def test_sigterm_under_load_answers_every_accepted_request(pack: Any, start_serv
     assert accepted == answered == sum(client.answered for client in clients)
 
 
-def test_metrics_tell_of_the_drain_to_its_end(pack: Any, start_server: Any, tmp_path: Path) -> None:
-    server = start_server(
-        "--models", pack("patient", {"h.py": PATIENT}, handler="h.py"), "--disable-token-auth"
-    )
-    enough = tmp_path / "enough"
-    with ThreadPoolExecutor() as pool:
-        answer = pool.submit(
-            server.call, "POST", "/predictions/patient", str(enough).encode(), content_type="text/plain"
-        )
-        _until(lambda: "torchere_inflight 1.0" in _metrics(server))
-        server.process.terminate()
-        _until(lambda: not _listens(server.rest["inference"]))
-        assert "torchere_inflight 1.0" in _metrics(server)
-        enough.touch()
-        assert answer.result(60).body == b"done"
-    assert server.process.wait(60) == 0
-    assert not _listens(server.rest["metrics"])
-
-
-def test_a_sigterm_right_behind_another_leaves_the_drain_as_it_is(
-    pack: Any, start_server: Any, tmp_path: Path
-) -> None:
-    """As systemd sends after `ExecStop=torchserve --stop`."""
+@contextmanager
+def under_way(pack: Any, start_server: Any, tmp_path: Path) -> Iterator[Any]:
+    """A server with a prediction that the end of the block lets finish, and that must be answered then."""
     patient = pack("patient", {"h.py": PATIENT}, handler="h.py")
     server = start_server("--models", patient, "--disable-token-auth")
     enough = tmp_path / "enough"
@@ -119,12 +100,29 @@ def test_a_sigterm_right_behind_another_leaves_the_drain_as_it_is(
             server.call, "POST", "/predictions/patient", str(enough).encode(), content_type="text/plain"
         )
         _until(lambda: "torchere_inflight 1.0" in _metrics(server))
+        yield server
+        enough.touch()
+        assert answer.result(60).body == b"done"
+
+
+def test_metrics_tell_of_the_drain_to_its_end(pack: Any, start_server: Any, tmp_path: Path) -> None:
+    with under_way(pack, start_server, tmp_path) as server:
+        server.process.terminate()
+        _until(lambda: not _listens(server.rest["inference"]))
+        assert "torchere_inflight 1.0" in _metrics(server)
+    assert server.process.wait(60) == 0
+    assert not _listens(server.rest["metrics"])
+
+
+def test_a_sigterm_right_behind_another_leaves_the_drain_as_it_is(
+    pack: Any, start_server: Any, tmp_path: Path
+) -> None:
+    """As systemd sends after `ExecStop=torchserve --stop`."""
+    with under_way(pack, start_server, tmp_path) as server:
         server.process.terminate()
         _until(lambda: "signal 15: draining" in server.log())
         server.process.terminate()
         _until(lambda: not _listens(server.rest["inference"]))
-        enough.touch()
-        assert answer.result(60).body == b"done"
     assert server.process.wait(60) == 0
 
 
