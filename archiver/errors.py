@@ -87,7 +87,9 @@ def _shown(entry: str) -> str:
 
 
 def one_line(text: str) -> str:
-    """Return the text with line breaks and other unprintable characters escaped."""
+    r"""Return the text with line breaks and other unprintable characters escaped (`\n`, `\x1b`, `\u202e`)."""
+    if text.isprintable():
+        return text
     return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
 
 

@@ -13,6 +13,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any, Literal
 
+from torchere.archiver.errors import one_line
 from torchere.serving.config.keys import KEYS, METRICS_API, NO_KEYSTORES, Key
 from torchere.serving.config.kinds import BOOLEAN, INVERTED_BOOLEAN, MODELS, PATH, PATHS, near
 from torchere.serving.config.properties import ConfigurationError, Entry, substitute
@@ -79,7 +80,7 @@ class _Given:
 
     def finding(self, level: Level, message: str) -> Finding:
         shown = _HIDDEN if self.key.secret else _shown(self.key.kind.shown(self.text))
-        return Finding(level, self.source, self.key.name, shown, _printable(message), self.line)
+        return Finding(level, self.source, self.key.name, shown, one_line(message), self.line)
 
 
 def configure(
@@ -444,15 +445,7 @@ def _build(values: Mapping[str, Any], beside: bool) -> ServerSettings:
 
 def _shown(text: str) -> str:
     """Return the text, escaped and shortened to `_SHOWN_CHARACTERS`."""
-    return _printable(text if len(text) <= _SHOWN_CHARACTERS else f"{text[: _SHOWN_CHARACTERS - 3]}...")
-
-
-def _printable(text: str) -> str:
-    """Return the text with unprintable characters escaped, so that it can't forge log lines."""
-    return "".join(
-        character if character.isprintable() else character.encode("unicode_escape").decode("ascii")
-        for character in text
-    )
+    return one_line(text if len(text) <= _SHOWN_CHARACTERS else f"{text[: _SHOWN_CHARACTERS - 3]}...")
 
 
 def _shown_value(value: object, shown: Callable[[str], str] = str) -> str:

@@ -8,8 +8,9 @@ import time
 from collections.abc import Mapping
 from pathlib import PurePath
 
+from torchere.archiver.errors import one_line
 from torchere.serving.logs.access_lines import AccessLine, LineFormatter
-from torchere.serving.logs.lines import AT_START, escape, trace_of
+from torchere.serving.logs.lines import AT_START, trace_of
 
 _COLORS = {"red": "31", "green": "32", "yellow": "33", "cyan": "36", "dim": "2", "bold": "1"}
 _OF_LEVELS = {"DEBUG": "dim", "WARNING": "yellow", "ERROR": "red", "CRITICAL": "red"}
@@ -59,10 +60,10 @@ class ConsoleFormatter(LineFormatter):
 
         A traceback is reduced to its last line, and the file and line that `_place` finds.
         """
-        text = escape(shortened(record.getMessage()))
+        text = one_line(shortened(record.getMessage()))
         trace = trace_of(self, record)
         if trace:
-            text += f": {escape(trace.rstrip().rpartition(chr(10))[2])}{_place(trace)}{self._hint}"
+            text += f": {one_line(trace.rstrip().rpartition(chr(10))[2])}{_place(trace)}{self._hint}"
             self._hint = ""
         elif "Failed to start workers" in text:
             text += self._places.pop(getattr(record, "model", None), "")
@@ -70,7 +71,7 @@ class ConsoleFormatter(LineFormatter):
         level = record.levelname.lower()
         color = _OF_LEVELS.get(record.levelname, "")
         start = f"{self.paint(level, color)} " if color else ""
-        model = escape(str(getattr(record, "model", "")))
+        model = one_line(str(getattr(record, "model", "")))
         if model not in text or record.name == "torchere.worker":
             start += self.paint(f"[{model}] ", "cyan")
         return f"{self.paint(_clock(record.created), 'dim')} {start}{text}"
@@ -83,7 +84,7 @@ class ConsoleFormatter(LineFormatter):
         color = "red" if line.status >= 500 else "yellow" if line.status >= 400 else "green"
         status = self.paint(str(line.status), color)
         moment = self.paint(_clock(line.created_s), "dim")
-        return f"{moment} {status} {escape(asked.removesuffix(' HTTP/1.1'))} {line.elapsed_ms} ms"
+        return f"{moment} {status} {one_line(asked.removesuffix(' HTTP/1.1'))} {line.elapsed_ms} ms"
 
 
 def _clock(created_s: float) -> str:

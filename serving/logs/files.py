@@ -16,6 +16,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TextIO
 
+from torchere.archiver.errors import one_line
 from torchere.serving.logs.access_lines import (
     ACCESS_LOGGER,
     AccessLine,
@@ -23,7 +24,7 @@ from torchere.serving.logs.access_lines import (
     TakesAccessLines,
     access_log,
 )
-from torchere.serving.logs.lines import MODEL_LOGGER, escape, trace_of
+from torchere.serving.logs.lines import MODEL_LOGGER, trace_of
 from torchere.serving.logs.output import SaysWhatIsLost
 
 MAX_FILE_BYTES = 100 * 2**20  # TorchServe's limit; TorchServe also compresses old files and rotates daily
@@ -156,11 +157,11 @@ class AccessFormatter(LineFormatter):
 
     def format_access(self, line: AccessLine) -> str:
         """Format a line of the access log in the same way, without a log record."""
-        return f"{_time(line.created_s)} - {escape(line.message)}"
+        return f"{_time(line.created_s)} - {one_line(line.message)}"
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the line without its line end."""
-        return f"{_time(record.created)} - {escape(record.getMessage())}"
+        return f"{_time(record.created)} - {one_line(record.getMessage())}"
 
 
 class Log4jFormatter(LineFormatter):
@@ -170,13 +171,14 @@ class Log4jFormatter(LineFormatter):
         """Return the line without its line end."""
         level = _LEVELS.get(record.levelname, record.levelname)
         thread, name = _origin(record)
-        line = f"{_time(record.created)} [{level:<5}] {escape(thread)} {name} - {escape(record.getMessage())}"
+        said = one_line(f"{thread} {name} - {record.getMessage()}")
+        line = f"{_time(record.created)} [{level:<5}] {said}"
         trace = trace_of(self, record)
-        return "\n".join([line, *(escape(part) for part in trace.split("\n") if part)])
+        return "\n".join([line, *(one_line(part) for part in trace.split("\n") if part)])
 
     def format_access(self, line: AccessLine) -> str:
         """Format a line of the access log in the same way, without a log record."""
-        return f"{_time(line.created_s)} [INFO ] MainThread {ACCESS_LOGGER} - {escape(line.message)}"
+        return f"{_time(line.created_s)} [INFO ] MainThread {ACCESS_LOGGER} - {one_line(line.message)}"
 
 
 def add_log_files(directory: Path) -> bool:

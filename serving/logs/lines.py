@@ -17,6 +17,7 @@ from functools import lru_cache
 from json.encoder import encode_basestring_ascii as _quoted  # text as json.dumps writes it, but faster
 from typing import TYPE_CHECKING, Any, TextIO
 
+from torchere.archiver.errors import one_line
 from torchere.serving.logs.access_lines import ACCESS_LOGGER, AccessLine, LineFormatter, TakesAccessLines
 from torchere.serving.logs.output import Outlet, SaysWhatIsLost, may_stand_still
 
@@ -149,16 +150,16 @@ class TextFormatter(LineFormatter):
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the line without its line end."""
-        extras = "".join(f" {escape(name)}={escape(str(value))}" for name, value in extras_of(record).items())
-        moment = _utc(record.created, 3)
-        line = f"{moment} {record.levelname:<7} {escape(record.name)}: {escape(record.getMessage())}{extras}"
+        extras = "".join(f" {name}={value!s}" for name, value in extras_of(record).items())
+        said = one_line(f"{record.name}: {record.getMessage()}{extras}")
+        line = f"{_utc(record.created, 3)} {record.levelname:<7} {said}"
         trace = trace_of(self, record)
-        return "\n".join([line, *(f"  | {escape(part)}" for part in trace.split("\n") if part)])
+        return "\n".join([line, *(f"  | {one_line(part)}" for part in trace.split("\n") if part)])
 
     def format_access(self, line: AccessLine) -> str:
         """Format a line of the access log in the same way, without a log record."""
-        ids = "".join([f" {name}={escape(value)}" for name, value in line.ids.items()])
-        return f"{_utc(line.created_s, 3)} INFO    {ACCESS_LOGGER}: {escape(line.message)}{ids}"
+        ids = "".join([f" {name}={value}" for name, value in line.ids.items()])
+        return f"{_utc(line.created_s, 3)} INFO    {ACCESS_LOGGER}: {one_line(line.message + ids)}"
 
 
 def configure(level: str, json_lines: bool, stream: TextIO, *, lines: LineFormatter | None = None) -> None:
@@ -212,16 +213,6 @@ def lost_lines() -> int:
 def _installed() -> list[_Handler]:
     """Return the handlers of `configure`: one, or none before."""
     return [handler for handler in logging.getLogger().handlers if isinstance(handler, _Handler)]
-
-
-def escape(text: str) -> str:
-    r"""Return the text on one line; invisible and control characters are escaped (`\n`, `\x1b`, `\u202e`)."""
-    if text.isprintable():
-        return text
-    return "".join(
-        character if character.isprintable() else character.encode("unicode_escape").decode("ascii")
-        for character in text
-    )
 
 
 def _plain(value: object) -> object:

@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from torchere.archiver.errors import one_line
 from torchere.serving.logs.access_lines import TakesAccessLines
-from torchere.serving.logs.lines import configure, escape, lost_lines
+from torchere.serving.logs.lines import configure, lost_lines
 
 Log = Callable[[], str]
 
@@ -146,4 +147,4 @@ def test_a_narrow_encoding_loses_no_line() -> None:
 
 
 def test_printable_text_of_any_script_is_left_as_it_is() -> None:
-    assert escape("naïve 模型 🔥") == "naïve 模型 🔥"
+    assert one_line("naïve 模型 🔥") == "naïve 模型 🔥"
