@@ -46,7 +46,7 @@ _OLD_NAMES = {
     "text.tokens": "text_tokens",
     "torchere.archiver.signature": "signature",
     "ts_compat.alias": "ts_alias, version",
-    "ts_compat.legacy": "class_import, metrics_legacy, mock_context",
+    "ts_compat.legacy": "class_import, metrics_legacy, mock_context, ts_compat.utilities",
     "vision": "insights",
     "vision.decode": "image, image_arrays",
     "vision.tasks": "image_classifier, image_segmenter, object_detector",

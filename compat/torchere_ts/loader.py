@@ -12,8 +12,7 @@ from torchere.handlers.errors import PredictionException
 from torchere.handlers.metrics import MetricsCache
 from torchere.handlers.resolve import load_entry_point
 from torchere.handlers.ts_compat.alias import __version__
-from torchere.handlers.ts_compat.legacy import PREDICTION_METRIC, emit_metrics
-from torchere.handlers.ts_compat.utilities import get_yaml_config
+from torchere.handlers.ts_compat.legacy import PREDICTION_METRIC, emit_metrics, get_yaml_config
 
 __all__ = [
     "PREDICTION_METRIC",

@@ -27,7 +27,7 @@ ALIASES: dict[str, dict[str, str]] = {
     "ts.service": {"ts_compat.legacy": "emit_metrics, PREDICTION_METRIC", "errors": "PredictionException"},
     "ts.torch_handler.base_handler": {
         "base": "*",
-        "ts_compat.utilities": (
+        "ts_compat.legacy": (
             "PROFILER_AVAILABLE, XLA_AVAILABLE, PT2_AVAILABLE, PT230_AVAILABLE, ONNX_AVAILABLE"
         ),
         "loading.compile": "IPEX_AVAILABLE",
@@ -46,7 +46,7 @@ ALIASES: dict[str, dict[str, str]] = {
     "ts.torch_handler.distributed.base_deepspeed_handler": {"ts_compat.distributed": "BaseDeepSpeedHandler"},
     "ts.torch_handler.contractions": {"text": "CONTRACTIONS as CONTRACTION_MAP"},
     "ts.torch_handler.unit_tests.test_utils.mock_context": {"ts_compat.legacy": "MockContext"},
-    "ts.torch_handler.unit_tests.test_utils.model_dir": {"ts_compat.utilities": "copy_files, download_model"},
+    "ts.torch_handler.unit_tests.test_utils.model_dir": {"ts_compat.legacy": "copy_files, download_model"},
     "ts.torch_handler.request_envelope.base": {"envelopes": "BaseEnvelope"},
     "ts.torch_handler.request_envelope.body": {"envelopes": "BodyEnvelope"},
     "ts.torch_handler.request_envelope.json": {"envelopes": "JSONEnvelope"},
@@ -71,9 +71,9 @@ ALIASES: dict[str, dict[str, str]] = {
         "text": "CLEANUP_REGEX",
         "resolve": "list_classes_from_module",
         "loading.compile": "check_valid_pt2_backend",
-        "ts_compat.utilities": "PT2Backend, get_yaml_config, deprecated",
+        "ts_compat.legacy": "PT2Backend, get_yaml_config, deprecated",
     },
-    "ts.utils.timeit_decorator": {"ts_compat.utilities": "timeit"},
+    "ts.utils.timeit_decorator": {"ts_compat.legacy": "timeit"},
     "ts.metrics.dimension": {"metrics": "Dimension"},
     "ts.metrics.unit": {"metrics": "Units"},
     "ts.metrics.metric_type_enum": {"metrics": "MetricTypes"},

@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from torchere.handlers.ts_compat.utilities import deprecated, get_yaml_config, timeit
+from torchere.handlers.ts_compat.legacy import deprecated, get_yaml_config, timeit
 
 
 def test_a_yaml_file_is_read(tmp_path):
