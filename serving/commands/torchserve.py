@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
@@ -65,7 +65,7 @@ def starts_in_turn(file: Path) -> Iterator[None]:
         yield
 
 
-def may_start(file: Path, say: Callable[[str], None] = print, wait_s: float = STOP_WAIT_S) -> bool:
+def may_start(file: Path, wait_s: float = STOP_WAIT_S) -> bool:
     """Return whether no server is running; remove an orphaned pid file and print a line about it.
 
     A server that was stopped and still answers its last requests is waited for, `wait_s` at most, so that
@@ -74,21 +74,21 @@ def may_start(file: Path, say: Callable[[str], None] = print, wait_s: float = ST
     Raises:
         ConfigurationError: the orphaned pid file can't be removed.
     """
-    if not running(read_pid(file)) and not _finished(file, wait_s, say):
-        say(TOO_LONG)
+    if not running(read_pid(file)) and not _finished(file, wait_s):
+        print(TOO_LONG)
         return False
-    if _found(file, say) is not None:
-        say(ALREADY_RUNNING)
+    if _found(file) is not None:
+        print(ALREADY_RUNNING)
         return False
     return True
 
 
-def _found(file: Path, say: Callable[[str], None]) -> int | None:
+def _found(file: Path) -> int | None:
     """Return the pid of the running server, by its file or else, after removing an orphan, by a search."""
     pid = read_pid(file)
     if running(pid):
         return pid
-    _remove_orphan(file, say)
+    _remove_orphan(file)
     return pid_without_file(file)
 
 
@@ -97,11 +97,11 @@ def _stopping(file: Path) -> Path:
     return file.with_name(f"{file.name}.stopping")
 
 
-def _finished(file: Path, wait_s: float, say: Callable[[str], None]) -> bool:
+def _finished(file: Path, wait_s: float) -> bool:
     """Wait for the end of the server that was stopped last; return False if it takes too long."""
     pid = read_pid(_stopping(file))
     if pid is not None and running(pid):
-        say(FINISHING.format(pid))
+        print(FINISHING.format(pid))
         if not _ends(psutil.Process(pid), wait_s):
             return False
     with suppress(OSError):
@@ -109,11 +109,11 @@ def _finished(file: Path, wait_s: float, say: Callable[[str], None]) -> bool:
     return True
 
 
-def _remove_orphan(file: Path, say: Callable[[str], None]) -> None:
+def _remove_orphan(file: Path) -> None:
     """Remove the file, if there is one, and print a line about it."""
     if not file.exists():
         return
-    say(ORPHAN)
+    print(ORPHAN)
     try:
         file.unlink(missing_ok=True)
     except OSError as err:  # another user's file in the shared temporary directory
@@ -138,7 +138,7 @@ def become(command: Sequence[str], file: Path) -> None:
     os.execv(command[0], list(command))
 
 
-def stop(file: Path, wait_s: float = 0.0, say: Callable[[str], None] = print) -> int:
+def stop(file: Path, wait_s: float = 0.0) -> int:
     """Send SIGTERM to the server in the pid file, and delete that file.
 
     Only the server deletes its key file: one in this directory may be another server's.
@@ -146,7 +146,6 @@ def stop(file: Path, wait_s: float = 0.0, say: Callable[[str], None] = print) ->
     Args:
         file: the pid file.
         wait_s: seconds to wait for the exit of the server; 0 does not wait.
-        say: prints a line.
 
     Returns:
         The exit status: 0, or 1 if the server belongs to another user.
@@ -154,17 +153,17 @@ def stop(file: Path, wait_s: float = 0.0, say: Callable[[str], None] = print) ->
     Raises:
         ConfigurationError: an orphaned pid file, or that of the stopped server, can't be removed.
     """
-    pid = _found(file, say)
+    pid = _found(file)
     if pid is None:
-        say(NOT_RUNNING)
+        print(NOT_RUNNING)
         return 0
     if pid == read_pid(_stopping(file)):  # a second signal would end it at once
-        say(STOPPED if _finished(file, wait_s or STOP_WAIT_S, say) else TOO_LONG)
+        print(STOPPED if _finished(file, wait_s or STOP_WAIT_S) else TOO_LONG)
         return 0
     try:
-        say(_terminate(pid, wait_s))
+        print(_terminate(pid, wait_s))
     except psutil.AccessDenied:
-        say(f"TorchServe (process {pid}) belongs to another user; stop it as that user.")
+        print(f"TorchServe (process {pid}) belongs to another user; stop it as that user.")
         return 1
     try:
         if running(pid):

@@ -22,6 +22,7 @@ WAITS = "import signal; print('up', flush=True); signal.pause()"
 IGNORES_SIGTERM = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); {WAITS}"
 
 Spawn = Callable[..., subprocess.Popen[bytes]]
+Said = Callable[[], list[str]]
 
 
 @pytest.fixture
@@ -51,6 +52,16 @@ def spawn(pid_file: Path) -> Iterator[Spawn]:
         process.stdout.close()
 
 
+@pytest.fixture
+def said(capsys: pytest.CaptureFixture[str]) -> Said:
+    """A function that returns the lines of standard output since its last call."""
+
+    def lines() -> list[str]:
+        return capsys.readouterr().out.splitlines()
+
+    return lines
+
+
 def test_the_pid_file_is_in_the_temporary_directory() -> None:
     assert launcher.pid_file({"TMPDIR": "/some/where"}) == Path("/some/where/.model_server.pid")
 
@@ -76,26 +87,23 @@ def test_no_server_imports_from_the_current_directory(
         assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_a_server_may_start_where_none_is_known(pid_file: Path) -> None:
-    said: list[str] = []
-    assert launcher.may_start(pid_file, said.append)
-    assert said == []
+def test_a_server_may_start_where_none_is_known(pid_file: Path, said: Said) -> None:
+    assert launcher.may_start(pid_file)
+    assert said() == []
 
 
-def test_a_second_server_is_refused(pid_file: Path, spawn: Spawn) -> None:
+def test_a_second_server_is_refused(pid_file: Path, spawn: Spawn, said: Said) -> None:
     spawn()
-    said: list[str] = []
-    assert not launcher.may_start(pid_file, said.append)
-    assert said == [launcher.ALREADY_RUNNING]
+    assert not launcher.may_start(pid_file)
+    assert said() == [launcher.ALREADY_RUNNING]
     assert pid_file.exists()
 
 
 @pytest.mark.parametrize("content", ["", "garbage", "0", "-1", "99999999\n", "9" * 30])
-def test_an_orphan_pid_file_is_removed_with_a_word(pid_file: Path, content: str) -> None:
+def test_an_orphan_pid_file_is_removed_with_a_word(pid_file: Path, content: str, said: Said) -> None:
     pid_file.write_text(content)
-    said: list[str] = []
-    assert launcher.may_start(pid_file, said.append)
-    assert said == ["Removing orphan pid file."]
+    assert launcher.may_start(pid_file)
+    assert said() == ["Removing orphan pid file."]
     assert not pid_file.exists()
 
 
@@ -105,20 +113,13 @@ def test_an_orphan_that_cannot_be_removed_is_named_with_what_to_do(pid_file: Pat
         with pytest.raises(
             ConfigurationError, match="the pid file must be writable: remove it, or set TMPDIR"
         ):
-            command(pid_file, say=lambda _: None)
+            command(pid_file)
 
 
-def test_another_program_with_that_pid_is_no_server(pid_file: Path, spawn: Spawn) -> None:
+def test_another_program_with_that_pid_is_no_server(pid_file: Path, spawn: Spawn, said: Said) -> None:
     spawn(name="an editor")
-    said: list[str] = []
-    assert launcher.may_start(pid_file, said.append)
-    assert said == ["Removing orphan pid file."]
-
-
-def test_stopping_nothing_says_so(pid_file: Path) -> None:
-    said: list[str] = []
-    assert launcher.stop(pid_file, say=said.append) == 0
-    assert said == ["TorchServe is not currently running."]
+    assert launcher.may_start(pid_file)
+    assert said() == ["Removing orphan pid file."]
 
 
 def test_stopping_ends_the_server_and_leaves_keys_of_another_one(
@@ -127,47 +128,45 @@ def test_stopping_ends_the_server_and_leaves_keys_of_another_one(
     process = spawn()
     keys = pid_file.with_name("key_file.json")  # in the current folder, which need not be the server's
     keys.write_text("{}")
-    said: list[str] = []
-    assert launcher.stop(pid_file, say=said.append) == 0
-    assert said == ["TorchServe has stopped."]
-    assert f"(process {process.pid}, started in {Path.cwd()})" in capsys.readouterr().err
+    assert launcher.stop(pid_file) == 0
+    out, err = capsys.readouterr()
+    assert out == "TorchServe has stopped.\n"
+    assert f"(process {process.pid}, started in {Path.cwd()})" in err
     assert process.wait() == -15
     assert not pid_file.exists()
     assert keys.read_text() == "{}"
 
 
 def test_a_server_whose_pid_file_was_cleaned_up_is_found(
-    pid_file: Path, spawn: Spawn, monkeypatch: pytest.MonkeyPatch
+    pid_file: Path, spawn: Spawn, monkeypatch: pytest.MonkeyPatch, said: Said
 ) -> None:
     monkeypatch.setenv("TMPDIR", str(pid_file.parent))
     process = spawn()
     pid_file.unlink()
-    said: list[str] = []
-    assert not launcher.may_start(pid_file, said.append)
-    assert launcher.stop(pid_file.with_name("of-another-folder"), say=said.append) == 0
+    assert not launcher.may_start(pid_file)
+    assert launcher.stop(pid_file.with_name("of-another-folder")) == 0
     assert process.poll() is None
-    assert launcher.stop(pid_file, say=said.append) == 0
-    assert said == [launcher.ALREADY_RUNNING, launcher.NOT_RUNNING, launcher.STOPPED]
+    assert launcher.stop(pid_file) == 0
+    assert said() == [launcher.ALREADY_RUNNING, launcher.NOT_RUNNING, launcher.STOPPED]
     assert process.wait() == -15
 
 
 @pytest.mark.parametrize("content", ["garbage", "99999999"])
 def test_a_server_whose_pid_file_is_invalid_is_found(
-    pid_file: Path, spawn: Spawn, monkeypatch: pytest.MonkeyPatch, content: str
+    pid_file: Path, spawn: Spawn, monkeypatch: pytest.MonkeyPatch, content: str, said: Said
 ) -> None:
     monkeypatch.setenv("TMPDIR", str(pid_file.parent))
     process = spawn()
-    said: list[str] = []
     pid_file.write_text(content)
-    assert not launcher.may_start(pid_file, said.append)
+    assert not launcher.may_start(pid_file)
     pid_file.write_text(content)
-    assert launcher.stop(pid_file, say=said.append) == 0
-    assert said == [launcher.ORPHAN, launcher.ALREADY_RUNNING, launcher.ORPHAN, launcher.STOPPED]
+    assert launcher.stop(pid_file) == 0
+    assert said() == [launcher.ORPHAN, launcher.ALREADY_RUNNING, launcher.ORPHAN, launcher.STOPPED]
     assert process.wait() == -15
 
 
 def test_a_server_of_the_default_folder_is_no_server_of_another_one(
-    spawn: Spawn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    spawn: Spawn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: Said
 ) -> None:
     """Two servers on one machine have a TMPDIR each; the first one may have been started without."""
     for name in ("TMPDIR", "TEMP", "TMP"):
@@ -177,10 +176,9 @@ def test_a_server_of_the_default_folder_is_no_server_of_another_one(
     monkeypatch.setattr(tempfile, "tempdir", None)  # what a look before has cached
     (tmp_path / "other").mkdir()
     mine = launcher.pid_file(os.environ)
-    said: list[str] = []
-    assert launcher.may_start(mine, said.append)
-    assert launcher.stop(mine, say=said.append) == 0
-    assert said == [launcher.NOT_RUNNING]
+    assert launcher.may_start(mine)
+    assert launcher.stop(mine) == 0
+    assert said() == [launcher.NOT_RUNNING]
     assert process.poll() is None
 
 
@@ -194,43 +192,40 @@ while True:
 
 
 def test_a_start_behind_a_stop_waits_for_the_last_requests_of_the_server(
-    pid_file: Path, spawn: Spawn, monkeypatch: pytest.MonkeyPatch
+    pid_file: Path, spawn: Spawn, monkeypatch: pytest.MonkeyPatch, said: Said
 ) -> None:
     monkeypatch.setenv("TMPDIR", str(pid_file.parent))
     process = spawn(FINISHES_LATER)
-    said: list[str] = []
-    assert launcher.stop(pid_file, say=said.append) == 0
+    assert launcher.stop(pid_file) == 0
     assert not pid_file.exists()
-    assert not launcher.may_start(pid_file, said.append, wait_s=0.0)
-    assert launcher.may_start(pid_file, said.append)
+    assert not launcher.may_start(pid_file, wait_s=0.0)
+    assert launcher.may_start(pid_file)
     finishing = launcher.FINISHING.format(process.pid)
-    assert said == [launcher.STOPPED, finishing, launcher.TOO_LONG, finishing]
+    assert said() == [launcher.STOPPED, finishing, launcher.TOO_LONG, finishing]
     assert process.wait() == 3  # in its own time
 
 
 def test_a_second_stop_waits_and_cuts_no_request_off(
-    pid_file: Path, spawn: Spawn, monkeypatch: pytest.MonkeyPatch
+    pid_file: Path, spawn: Spawn, monkeypatch: pytest.MonkeyPatch, said: Said
 ) -> None:
     monkeypatch.setenv("TMPDIR", str(pid_file.parent))
     process = spawn(FINISHES_LATER)
-    said: list[str] = []
-    launcher.stop(pid_file, say=said.append)
-    launcher.stop(pid_file, say=said.append)
-    assert said == [launcher.STOPPED, launcher.FINISHING.format(process.pid), launcher.STOPPED]
+    launcher.stop(pid_file)
+    launcher.stop(pid_file)
+    assert said() == [launcher.STOPPED, launcher.FINISHING.format(process.pid), launcher.STOPPED]
     assert process.wait() == 3
 
 
-def test_stopping_in_the_foreground_waits_for_the_end(pid_file: Path, spawn: Spawn) -> None:
+def test_stopping_in_the_foreground_waits_for_the_end(pid_file: Path, spawn: Spawn, said: Said) -> None:
     process = spawn()
-    said: list[str] = []
-    launcher.stop(pid_file, wait_s=30, say=said.append)
-    assert said == ["TorchServe has stopped."]
+    launcher.stop(pid_file, wait_s=30)
+    assert said() == ["TorchServe has stopped."]
     assert psutil.Process(process.pid).status() == psutil.STATUS_ZOMBIE  # ended; its parent is in no hurry
 
 
 @pytest.mark.parametrize("wait_s", [0.0, 30.0])
 def test_a_pid_file_that_cannot_be_removed_after_the_signal_is_named(
-    pid_file: Path, spawn: Spawn, monkeypatch: pytest.MonkeyPatch, wait_s: float
+    pid_file: Path, spawn: Spawn, monkeypatch: pytest.MonkeyPatch, wait_s: float, said: Said
 ) -> None:
     process = spawn(IGNORES_SIGTERM if not wait_s else WAITS)
 
@@ -238,26 +233,23 @@ def test_a_pid_file_that_cannot_be_removed_after_the_signal_is_named(
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
     monkeypatch.setattr(os, "replace" if not wait_s else "unlink", refuse)  # a file system gone read-only
-    said: list[str] = []
     with pytest.raises(ConfigurationError, match="Read-only file system; the pid file must be writable"):
-        launcher.stop(pid_file, wait_s, said.append)
-    assert said == ["TorchServe has stopped."]
+        launcher.stop(pid_file, wait_s)
+    assert said() == ["TorchServe has stopped."]
     monkeypatch.undo()
     assert launcher.running(process.pid) == (not wait_s)
 
 
-def test_a_server_that_will_not_end_takes_too_long(pid_file: Path, spawn: Spawn) -> None:
+def test_a_server_that_will_not_end_takes_too_long(pid_file: Path, spawn: Spawn, said: Said) -> None:
     spawn(IGNORES_SIGTERM)
-    said: list[str] = []
-    assert launcher.stop(pid_file, wait_s=0.01, say=said.append) == 0
-    assert said == ["Stopping TorchServe took too long."]
+    assert launcher.stop(pid_file, wait_s=0.01) == 0
+    assert said() == ["Stopping TorchServe took too long."]
 
 
-def test_a_program_that_took_over_the_pid_is_left_alone(pid_file: Path, spawn: Spawn) -> None:
+def test_a_program_that_took_over_the_pid_is_left_alone(pid_file: Path, spawn: Spawn, said: Said) -> None:
     process = spawn(name="an editor")
-    said: list[str] = []
-    assert launcher.stop(pid_file, say=said.append) == 0
-    assert said == ["Removing orphan pid file.", "TorchServe is not currently running."]
+    assert launcher.stop(pid_file) == 0
+    assert said() == ["Removing orphan pid file.", "TorchServe is not currently running."]
     assert process.poll() is None
     assert not pid_file.exists()
 
