@@ -5,12 +5,28 @@ import logging
 import socket
 import threading
 import uuid
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+from torchere.handlers.base import BaseHandler
 from torchere.handlers.metrics import Dimension, MetricsCache, MetricTypes
+from torchere.handlers.resolve import load_entry_point
 from torchere.handlers.ts_compat import legacy
-from torchere.handlers.ts_compat.legacy import Metric, MetricEncoder, MetricsStore, emit_metrics
+from torchere.handlers.ts_compat.legacy import (
+    Metric,
+    MetricEncoder,
+    MetricsStore,
+    MockContext,
+    deprecated,
+    emit_metrics,
+    get_yaml_config,
+    import_class,
+    timeit,
+)
 
 
 def test_emitted_metrics_reach_the_batch_of_this_thread() -> None:
@@ -169,3 +185,78 @@ def test_a_store_made_by_hand_belongs_to_no_request() -> None:
     store.add_counter("Cats", 1)
     store.add_time("Walk", 2.5, 0)
     assert [(metric.name, metric.request_id) for metric in store.store] == [("Cats", None), ("Walk", None)]
+
+
+def test_a_class_is_found_with_and_without_a_prefix() -> None:
+    assert import_class("collections.OrderedDict") is OrderedDict
+    assert import_class("OrderedDict", "collections") is OrderedDict
+    assert import_class("handlers.RotatingFileHandler", "logging").__name__ == "RotatingFileHandler"
+
+
+@pytest.mark.parametrize("name", ["OrderedDict", "collections.Nothing", "no_such_module.Thing"])
+def test_what_is_not_there_is_an_import_error(name: str) -> None:
+    with pytest.raises(ImportError):
+        import_class(name)
+
+
+def test_the_archives_own_classes_are_found(write_archive: Callable[..., Path], make_context: Any) -> None:
+    code = """
+        from ts.handler_utils.utils import import_class
+        def handle(data, context):
+            return data and [import_class("net.Net").__module__]
+    """
+    context = make_context(write_archive({"my.py": code, "net.py": "class Net: pass"}))
+    answers: Any = load_entry_point("my.py", context)([{}], context)
+    (module,) = answers
+    assert module.startswith("_torchere_archive.m.")
+    assert module.endswith(".net")
+
+
+class Rows(BaseHandler):
+    """Answers without a model."""
+
+    def initialize(self, context: object) -> None:
+        self.initialized = True
+
+    def preprocess(self, data: object) -> object:
+        return data
+
+    def inference(self, data: object, *args: object, **kwargs: object) -> object:
+        return data
+
+    def postprocess(self, data: object) -> object:
+        return data
+
+
+def test_a_handler_runs_with_it(write_archive: Callable[..., Path]) -> None:
+    folder = write_archive({"model-config.yaml": "handler:\n  depth: 3\n"})
+    context = MockContext(model_dir=str(folder), model_file="", model_yaml_config_file="model-config.yaml")
+    assert context.manifest == {"model": {"serializedFile": "model.pt"}}
+    assert context.system_properties["model_dir"] == str(folder)
+    assert context.model_yaml_config == {"handler": {"depth": 3}}
+    assert Rows().handle([1, 2], context) == [1, 2]
+    assert [sample.name for sample in context.metrics.store] == ["HandlerTime"]
+
+
+def test_a_yaml_file_is_read(tmp_path):
+    (tmp_path / "c.yaml").write_text("a: {b: 1}")
+    assert get_yaml_config(str(tmp_path / "c.yaml")) == {"a": {"b": 1}}
+
+
+def test_a_deprecated_function_warns_and_works():
+    @deprecated("1.0", "new_one")
+    def old_one(number):
+        return number + 1
+
+    with pytest.warns(PendingDeprecationWarning, match="old_one is deprecated in 1.0 and moved to new_one"):
+        assert old_one(1) == 2
+
+
+def test_a_timed_function_logs_its_duration(caplog):
+    @timeit
+    def work():
+        return "done"
+
+    with caplog.at_level(logging.INFO):
+        assert work() == "done"
+    assert "work took" in caplog.text
