@@ -16,11 +16,11 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import uvloop
 
@@ -65,7 +65,6 @@ logger = logging.getLogger(__name__)
 SWITCH_INTERVAL_S = 0.0005
 STARTED_LINE = "Model server started."  # launchers wait for this line on stdout
 _SAME_SIGTERM_S = 1.0  # after a SIGTERM: the time in which another one is taken for the same
-SERVICE = "torchere"  # the service name of spans, unless OTEL_SERVICE_NAME is set
 
 
 class Server:
@@ -103,7 +102,7 @@ class Server:
         announce_sandbox(settings)
         await self._ports.refuse_if_taken()
         if settings.tracing_enabled:
-            self._metrics.tracing = open_tracing(__version__)
+            self._metrics.tracing = open_tracing()
         audit_log.open(settings.audit_log)
         certificates = certificates_of(settings)
         keys = self._keys = keys_of(settings)  # after all checks that may refuse the start: it writes a file
@@ -125,7 +124,8 @@ class Server:
         if client_limits is not None:
             self._metrics.watch_clients(client_limits.tallies)
         services = Services(settings, self._metrics, keys, __version__, budgets, certificates, client_limits)
-        self._follow([each for each in (keys, certificates) if isinstance(each, Reloaded)])
+        if files := [each for each in (keys, certificates) if isinstance(each, Reloaded)]:
+            self._background.append(asyncio.create_task(watch(files)))
         try:
             wanted = await self._registry.wanted_at_startup()
             workflows = controlplane.workflows.known
@@ -160,11 +160,6 @@ class Server:
                 settings.system_metrics_interval_s, settings.max_gpus
             )
             self._background.append(asyncio.create_task(sampling))
-
-    def _follow(self, files: Sequence[Reloaded[Any]]) -> None:
-        """Start to reload files that are replaced while the server runs."""
-        if files:
-            self._background.append(asyncio.create_task(watch(files)))
 
     async def stop(self) -> None:
         """Shut down the server; accepted requests are answered within `drain_timeout_s`."""
@@ -339,7 +334,7 @@ def _about_keys(settings: ServerSettings) -> str:
     return f"{settings.key_file.absolute()} (good for {settings.token_expiration_min:g} min)"
 
 
-def open_tracing(version: str) -> SpanMaker:
+def open_tracing() -> SpanMaker:
     """Return a span maker that exports spans as OpenTelemetry's environment variables configure.
 
     Raises:
@@ -352,7 +347,7 @@ def open_tracing(version: str) -> SpanMaker:
             "Tracing is on, and OpenTelemetry is not installed.",
             f"{err}. Install torchere[otel], or leave out tracing=true",
         ) from err
-    return SpanMaker(exporting_provider(SERVICE, version))
+    return SpanMaker(exporting_provider(__version__))
 
 
 def _refuse_open_management(settings: ServerSettings) -> None:

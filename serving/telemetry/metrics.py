@@ -57,7 +57,6 @@ class Metrics:
             file.
         auto_detect: whether metrics of handlers that `config` does not declare are recorded.
         extent: limits the number of series.
-        tracing: creates spans; None: no spans.
         now: monotonic seconds.
     """
 
@@ -69,7 +68,6 @@ class Metrics:
         config: MetricsConfig | None = None,
         auto_detect: bool = False,
         extent: Extent = Extent(),  # noqa: B008 - immutable
-        tracing: SpanMaker | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         # A byte of the name that is not UTF-8 decodes to half a surrogate pair, which can't be exposed.
@@ -80,7 +78,7 @@ class Metrics:
             MetricDeclaration(metric.name, metric.unit, metric.labels[:-1], metric.kind)
             for metric in config.model.values()
         )
-        self.tracing = tracing
+        self.tracing: SpanMaker | None = None  # creates spans; set by the server
         self._extent = extent
         self._now = now
         self._families = families = Families()

@@ -26,6 +26,7 @@ from torchere.serving.logs.trace_context import TraceContext
 from torchere.serving.telemetry.numbers import Listener, Predicted, VersionNumbers
 from torchere.serving.telemetry.stages import STAGES, stages_of
 
+SERVICE = "torchere"  # the service name of spans, unless OTEL_SERVICE_NAME is set
 MAX_REMEMBERED = 10_000  # span contexts of requests whose batch has not been reported
 # Limit on `close` if the collector does not respond: the SDK retries each batch of spans, one by one.
 CLOSE_S = 10.0
@@ -149,7 +150,7 @@ class SpanMaker(Listener):
                 child.end(start_ns)
 
 
-def exporting_provider(service: str, version: str) -> TracerProvider:
+def exporting_provider(version: str) -> TracerProvider:
     """Return a provider that sends spans by OTLP over HTTP, in batches, from a separate thread.
 
     The SDK reads the endpoint, the sampling and the service name from OpenTelemetry's environment variables
@@ -157,7 +158,7 @@ def exporting_provider(service: str, version: str) -> TracerProvider:
     """
     resource = Resource.create({SERVICE_VERSION: version})
     if str(resource.attributes[SERVICE_NAME]).startswith("unknown_service"):
-        resource = resource.merge(Resource({SERVICE_NAME: service}))
+        resource = resource.merge(Resource({SERVICE_NAME: SERVICE}))
     provider = TracerProvider(resource=resource, shutdown_on_exit=False)  # `SpanMaker.close` shuts it down
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
     return provider

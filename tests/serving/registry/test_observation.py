@@ -75,7 +75,8 @@ def test_the_span_of_a_batch_gets_its_requests_and_how_many_wait():
         spans.append((*version.key, ids, version.load().queued, executor_s, succeeded))
 
     tracing: Any = SimpleNamespace(batch_finished=batch_finished)
-    metrics = Metrics("vm", tracing=tracing)
+    metrics = Metrics("vm")
+    metrics.tracing = tracing
     finish(metrics, [DONE, HandlerFailed("x")])
     finish(metrics, [HandlerFailed("x")])
     assert spans == [("m", "1.0", ["r0", "r1"], 2, 2.0, True), ("m", "1.0", ["r0"], 2, 2.0, False)]

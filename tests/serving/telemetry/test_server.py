@@ -52,7 +52,7 @@ def spans(monkeypatch):
     exporter = InMemorySpanExporter()
     provider = TracerProvider(shutdown_on_exit=False)
     provider.add_span_processor(SimpleSpanProcessor(exporter))
-    monkeypatch.setattr(server_module, "open_tracing", lambda version: SpanMaker(provider))
+    monkeypatch.setattr(server_module, "open_tracing", lambda: SpanMaker(provider))
     return exporter
 
 

@@ -78,7 +78,8 @@ class Traced:
         self.provider = TracerProvider(sampler=sampler, shutdown_on_exit=False)
         self.provider.add_span_processor(SimpleSpanProcessor(self.exporter))
         self.maker = SpanMaker(self.provider)
-        self.metrics = Metrics("vm", tracing=self.maker)
+        self.metrics = Metrics("vm")
+        self.metrics.tracing = self.maker
         self.meter = self.metrics.meter("m", "1.0")
         self.metrics.show(self.meter)
 
@@ -316,7 +317,7 @@ def test_requests_whose_batch_is_never_reported_are_not_kept_for_ever(traced, mo
 def test_the_service_is_called_as_the_environment_says(monkeypatch):
     monkeypatch.delenv("OTEL_SERVICE_NAME", raising=False)
     for wanted in ("torchere", "mine"):
-        provider = exporting_provider("torchere", "1.2.3")
+        provider = exporting_provider("1.2.3")
         assert provider.resource.attributes["service.name"] == wanted
         assert provider.resource.attributes["service.version"] == "1.2.3"
         provider.shutdown()
@@ -341,7 +342,7 @@ def test_spans_reach_a_collector_before_the_server_ends(monkeypatch):
     with ThreadingHTTPServer(("127.0.0.1", 0), Collector) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
-        spans = open_tracing("1")
+        spans = open_tracing()
         spans.load(VersionNumbers("m", "1.0"), 9000, 0.5)
         spans.close()
         server.shutdown()
@@ -355,7 +356,7 @@ def test_a_collector_that_does_not_answer_holds_the_end_up_for_a_bounded_time(mo
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "3")
         monkeypatch.setattr(tracing, "CLOSE_S", 0.0)
-        spans = open_tracing("1")
+        spans = open_tracing()
         spans.load(VersionNumbers("m", "1.0"), 9000, 0.5)
         spans.close()
         asked, _ = silent.accept()
@@ -369,7 +370,7 @@ def test_a_collector_that_does_not_answer_holds_the_end_up_for_a_bounded_time(mo
 def test_tracing_without_its_packages_is_refused_with_advice(monkeypatch):
     monkeypatch.setitem(sys.modules, "torchere.serving.telemetry.tracing", None)
     with pytest.raises(ServingError, match="OpenTelemetry is not installed") as caught:
-        open_tracing("1")
+        open_tracing()
     assert "torchere[otel]" in caught.value.detail
 
 
