@@ -20,12 +20,12 @@ from urllib.parse import quote
 from torchere.archiver.arguments import described
 from torchere.archiver.errors import plainly
 from torchere.client.exchange import merged
-from torchere.serving.commands.advice import advice
 from torchere.serving.commands.load_client import Client, ConnectionLost, Target, request_bytes
-from torchere.serving.commands.request_options import (
+from torchere.serving.commands.requests import (
     REST_ADDRESS,
     add_body_arguments,
     add_server_arguments,
+    advice,
     body_of,
     headers_of,
     key_of,

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 from torchere.archiver.arguments import described
 from torchere.archiver.errors import plainly
 from torchere.client.key_file import FoundKey
-from torchere.serving.commands.advice import advice
-from torchere.serving.commands.request_options import (
+from torchere.serving.commands.requests import (
     REST_ADDRESS,
     about_key,
     add_body_arguments,
     add_server_arguments,
+    advice,
     body_of,
     headers_of,
     key_of,
