@@ -8,7 +8,7 @@ import re
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -36,7 +36,7 @@ from torchere.handlers.loading.devices import (
 )
 from torchere.handlers.loading.eager import in_eval_mode, load_eager
 from torchere.handlers.loading.torchscript import changes_itself, load_torchscript
-from torchere.handlers.loading.weights import WeightsKind, wants_aot_compile, weights_kind
+from torchere.handlers.loading.weights import SharedModels, WeightsKind, wants_aot_compile, weights_kind
 from torchere.handlers.metrics import add_handler_time, timed
 from torchere.handlers.rows import refusal, value_of
 
@@ -109,7 +109,8 @@ class BaseHandler:
         Packing calls it without `initialize`, to prepare samples as requests (`model_inputs.py`).
         """
         self.context = context
-        self.model_yaml_config = context.model_yaml_config or {}
+        config = getattr(context, "model_yaml_config", None)  # contexts of users' tests have none, or a Mock
+        self.model_yaml_config = config if isinstance(config, Mapping) else {}
         gpu_id = context.system_properties.get("gpu_id")
         self._torchere_use_device(choose_device(gpu_id, self.model_yaml_config))
         self.manifest = context.manifest
@@ -209,7 +210,8 @@ class BaseHandler:
             return loaded
 
         shared = getattr(self.context, "shared_models", None)
-        return load() if shared is None else shared.get_or_load(key, whole, may_share)
+        # A Mock, as the context of a user's test, has any attribute.
+        return shared.get_or_load(key, whole, may_share) if isinstance(shared, SharedModels) else load()
 
     @timed
     def preprocess(self, data: Any) -> Any:

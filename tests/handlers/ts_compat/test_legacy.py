@@ -8,11 +8,14 @@ import uuid
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock, Mock
 
 import pytest
 
 from torchere.handlers.base import BaseHandler
+from torchere.handlers.envelopes import KServev2Envelope
 from torchere.handlers.metrics import Dimension, MetricsCache, MetricTypes
 from torchere.handlers.resolve import load_entry_point
 from torchere.handlers.ts_compat import legacy
@@ -236,6 +239,39 @@ def test_a_handler_runs_with_it(write_archive: Callable[..., Path]) -> None:
     assert context.model_yaml_config == {"handler": {"depth": 3}}
     assert Rows().handle([1, 2], context) == [1, 2]
     assert [sample.name for sample in context.metrics.store] == ["HandlerTime"]
+
+
+@pytest.mark.parametrize("kind", [SimpleNamespace, Mock, MagicMock])
+def test_a_handler_loads_and_answers_with_the_context_that_a_users_test_makes(
+    scripted_doubler: Path, kind: type
+) -> None:
+    context = kind(
+        system_properties={"model_dir": str(scripted_doubler), "gpu_id": None},
+        manifest={"model": {"serializedFile": "doubler.pt"}},
+        metrics=MetricsCache("m"),
+        get_request_header=lambda index, name: None,
+    )
+    handler = BaseHandler()
+    handler.initialize(context)
+    assert handler.handle([[1.0]], context) == [[2.0]]
+
+
+def test_a_context_may_lack_the_name_of_the_model(
+    scripted_doubler: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ENABLE_TORCH_PROFILER", "true")
+    monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
+    context = MockContext(model_dir=str(scripted_doubler), model_pt_file="doubler.pt", model_file=None)
+    del context.model_name  # TorchServe's has none
+    handler = BaseHandler()
+    handler.initialize(context)
+    assert handler.handle([[1.0]], context) == [[2.0]]
+    assert list((tmp_path / "pytorch_profiler").glob("*.json"))
+
+    envelope = KServev2Envelope(lambda rows, _: [rows[0]["data"]])
+    tensor = {"name": "x", "shape": [1], "datatype": "INT64", "data": [1]}
+    (answer,) = envelope.handle([{"body": {"id": "a", "inputs": [tensor]}}], context)
+    assert (answer["model_name"], answer["outputs"][0]["data"]) == (None, [1])
 
 
 def test_a_yaml_file_is_read(tmp_path):
