@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -29,6 +29,8 @@ NUMBERS = np.zeros(3)
         ({"image": b"x"}, None),
         ({}, None),
         (b"from an envelope", b"from an envelope"),
+        (SimpleNamespace(get={"data": b"d"}.get), b"d"),
+        (SimpleNamespace(get={"x": b"1"}.get), None),
     ],
 )
 def test_the_value_is_data_or_body_or_the_only_tensor(row: Any, found: Any) -> None:
