@@ -293,7 +293,8 @@ class BaseHandler:
     def _torchere_profiled(self, stages: Callable[[], Any]) -> tuple[Any, Any]:
         # As in TorchServe, the folder has the name the archive was packed with, not the registered name.
         packed_as = (self.context.manifest or {}).get("model", {}).get("modelName")
-        return run_profiled(stages, packed_as or self.context.model_name, self.profiler_args)
+        name = packed_as or getattr(self.context, "model_name", "")  # contexts of users' tests have none
+        return run_profiled(stages, name, self.profiler_args)
 
     def explain_handle(self, data_preprocess: Any, raw_data: Any) -> Any:
         """Explain the answers with `get_insights(model input, raw input, target)`.

@@ -242,7 +242,7 @@ class KServev2Envelope(BaseEnvelope):
         return [
             {
                 "id": request_id,
-                "model_name": model.get("modelName") or self.context.model_name,
+                "model_name": model.get("modelName") or getattr(self.context, "model_name", None),
                 "model_version": model.get("modelVersion"),
                 "outputs": [_output(*named) for named in zip(chain(names, further), data, strict=False)],
             }
