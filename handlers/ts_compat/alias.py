@@ -33,9 +33,19 @@ ALIASES: dict[str, dict[str, str]] = {
         "loading.compile": "IPEX_AVAILABLE",
     },
     "ts.torch_handler.vision_handler": {"vision": "*"},
-    "ts.torch_handler.image_classifier": {"vision.tasks": "*"},
-    "ts.torch_handler.image_segmenter": {"vision.tasks": "*"},
-    "ts.torch_handler.object_detector": {"vision.tasks": "*"},
+    # Of handlers the base class and its own: scripts take the last class that derives from `VisionHandler`.
+    "ts.torch_handler.image_classifier": {
+        "vision": "VisionHandler",
+        "vision.tasks": "torch, map_class_to_label, ImageClassifier",
+    },
+    "ts.torch_handler.image_segmenter": {
+        "vision": "VisionHandler",
+        "vision.tasks": "torch, ImangeSegmenter, ImageSegmenter",
+    },
+    "ts.torch_handler.object_detector": {
+        "vision": "VisionHandler",
+        "vision.tasks": "torch, map_class_to_label, ObjectDetector",
+    },
     "ts.torch_handler.text_handler": {"text": "*"},
     "ts.torch_handler.text_classifier": {"text": "*"},
     "ts.torch_handler.densenet_handler": {

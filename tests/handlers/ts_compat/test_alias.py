@@ -29,6 +29,22 @@ def test_every_aliased_module_imports_and_holds_its_names(name: str) -> None:
             assert getattr(module, alias) is getattr(ours, wanted)
 
 
+@pytest.mark.parametrize(
+    ("module", "handler"),
+    [
+        ("image_classifier", "ImageClassifier"),
+        ("image_segmenter", "ImageSegmenter"),
+        ("object_detector", "ObjectDetector"),
+    ],
+)
+def test_a_script_that_searches_a_module_finds_its_handler(module: str, handler: str) -> None:
+    from torchere.handlers.vision import VisionHandler
+
+    found = vars(importlib.import_module(f"ts.torch_handler.{module}")).values()
+    classes = [each for each in found if isinstance(each, type) and issubclass(each, VisionHandler)]
+    assert [each.__name__ for each in dict.fromkeys(classes)] == ["VisionHandler", handler]
+
+
 def test_the_imports_handlers_write_give_our_classes() -> None:
     scope: dict[str, object] = {}
     exec(
