@@ -7,6 +7,7 @@ import importlib.util
 import logging
 import os
 from collections.abc import Mapping
+from enum import Enum
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ PT2_BACKENDS = frozenset(
         "torchxla_trace_once",
     }
 )
+PT2Backend: Any = Enum("PT2Backend", [(name.upper(), name) for name in sorted(PT2_BACKENDS)], type=str)  # type: ignore[misc]
 
 
 def check_valid_pt2_backend(backend: str) -> bool:

@@ -15,11 +15,8 @@ import urllib.request
 import uuid
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from enum import Enum
 from pathlib import Path
 from typing import Any, TypeVar
-
-import torch
 
 from torchere.handlers.errors import (
     MetricsCacheIOError,
@@ -28,7 +25,6 @@ from torchere.handlers.errors import (
     MetricsCacheTypeError,
     MetricsCacheValueError,
 )
-from torchere.handlers.loading.compile import PT2_BACKENDS
 from torchere.handlers.metrics import (
     MAX_SAMPLES,
     Dimension,
@@ -50,7 +46,6 @@ XLA_AVAILABLE = importlib.util.find_spec("torch_xla") is not None
 PT2_AVAILABLE = True
 PT230_AVAILABLE = True  # torch 2.10 is the oldest that torchere runs with
 ONNX_AVAILABLE = importlib.util.find_spec("onnxruntime") is not None
-PT2Backend: Any = Enum("PT2Backend", [(name.upper(), name) for name in sorted(PT2_BACKENDS)], type=str)  # type: ignore[misc]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -262,6 +257,8 @@ class MockContext:
         model_name: str = "mnist",
         model_yaml_config_file: str | None = None,
     ) -> None:
+        import torch  # noqa: PLC0415  # takes seconds, and scripts of `system_metrics_cmd` need `Metric` alone
+
         named = {"serializedFile": model_pt_file, "modelFile": model_file}
         self.model_name = model_name
         self.manifest = {"model": {key: name for key, name in named.items() if name}}

@@ -196,6 +196,12 @@ def test_the_collector_of_samples_prints_what_the_server_reads(tmp_path: Path) -
     assert {"CPUUtilization", "MemoryUsed", "DiskUsage"} <= names
 
 
+def test_a_script_that_samples_the_host_loads_no_torch(tmp_path: Path) -> None:
+    imports = "from ts.metrics.dimension import Dimension\nfrom ts.metrics.metric import Metric\n"
+    found = run(f"{imports}import sys, ts.metrics.system_metrics\nprint('torch' in sys.modules)", tmp_path)
+    assert found == "False\n"
+
+
 # As TorchServe's example for Intel's GPUs does it: each function of the module is called, and one replaced.
 COLLECTOR = """
 import logging, sys, types
