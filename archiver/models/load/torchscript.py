@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import io
 import logging
 import os
@@ -89,16 +90,44 @@ def load_script(
         UnsafeModel: the code could read or write files, or the file is damaged.
         ValueError: this build of torch has no such engine.
         OSError: the file can't be read.
-        RuntimeError: the file is not TorchScript, or the engine does not support its weights.
+        RuntimeError: the file is not TorchScript, the engine does not support its weights, or it needs
+            torchvision, which can't be imported.
     """
     if check:
         _check(source)
     with using(engine):
-        loaded = load_mapped(map_file) if map_file is not None else None
-        if loaded is None:
-            loaded = torch.jit.load(source, map_location=device)  # type: ignore[no-untyped-call]
+        try:
+            loaded = _loaded(source, device, map_file)
+        except RuntimeError as error:
+            _import_operators(error)
+            loaded = _loaded(source, device, map_file)
         check_states(loaded)
         return loaded
+
+
+def _loaded(
+    source: str | io.BytesIO, device: torch.device | str, map_file: str | None
+) -> torch.jit.ScriptModule:
+    mapped = load_mapped(map_file) if map_file is not None else None
+    if mapped is not None:
+        return mapped
+    if isinstance(source, io.BytesIO):
+        source.seek(0)
+    loaded: torch.jit.ScriptModule = torch.jit.load(source, map_location=device)  # type: ignore[no-untyped-call]
+    return loaded
+
+
+def _import_operators(error: RuntimeError) -> None:
+    """Import torchvision if a file needs its operators, as that of a scripted detector; else raise the error.
+
+    In TorchServe the image handlers import it for every model; the import takes a second.
+    """
+    if "Unknown builtin op: torchvision::" not in str(error):
+        raise error
+    try:
+        importlib.import_module("torchvision")
+    except Exception as err:  # its operators may be for another build of torch, which raises many kinds
+        raise RuntimeError(f"it needs torchvision, which can't be imported: {err}") from error
 
 
 def _check(source: str | io.BytesIO) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import sys
 import threading
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
@@ -238,3 +239,40 @@ def test_a_module_that_writes_files_is_not_loaded(tmp_path: Path) -> None:
     torch.jit.script(Writer()).save(str(path))
     with pytest.raises(RuntimeError, match=r"could read or write any file: torch\.save in code/"):
         load_torchscript(str(path), "cpu")
+
+
+TORCHVISION = """\
+import torch
+library = torch.library.Library("torchvision", "FRAGMENT")
+library.define("best(Tensor scores) -> Tensor")
+library.impl("best", torch.argmax, "CPU")
+"""
+
+
+class Best(torch.nn.Module):
+    """Calls an operator of torchvision's namespace, as a scripted detector does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(2**18))  # of 1 MiB: the file is mapped
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = torch.ops.torchvision.best(x * self.weight[0])
+        return found
+
+
+def test_torchvision_is_imported_for_a_file_that_needs_its_operators(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = str(tmp_path / "best.pt")
+    with torch.library._scoped_library("torchvision", "FRAGMENT") as library:
+        library.define("best(Tensor scores) -> Tensor")
+        torch.jit.script(Best()).save(path)
+    monkeypatch.setitem(sys.modules, "torchvision", None)
+    with pytest.raises(RuntimeError, match=r"best\.pt .*needs torchvision, which can't be imported"):
+        load_torchscript(path, "cpu")
+
+    (tmp_path / "torchvision.py").write_text(TORCHVISION)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "torchvision")
+    assert load_torchscript(path, "cpu")(torch.tensor([1.0, 3.0, 2.0])).item() == 1
