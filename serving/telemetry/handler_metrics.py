@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
-from torchere.handlers.metrics import MetricSample
+from torchere.handlers.metrics import TIMED, MetricSample
 from torchere.serving.config.server_settings import MetricsMode
 from torchere.serving.telemetry.catalogue import Families, Family, check_names, updater
 from torchere.serving.telemetry.declared import HOSTNAME, OWN_PREFIX, DeclaredMetric, is_logged
@@ -88,7 +88,10 @@ class _Shares:
 
 
 class HandlerMetrics:
-    """Records metrics of handlers: declared ones and, with `auto_detect`, undeclared ones. Thread-safe."""
+    """Records metrics of handlers: declared ones, times of stages and, with `auto_detect`, all others.
+
+    Thread-safe.
+    """
 
     def __init__(
         self,
@@ -202,7 +205,7 @@ class HandlerMetrics:
         return _Child(report, values, dict(dimensions).get("ModelName"), reporter)
 
     def _detect(self, sample: MetricSample, model: str) -> _Known:
-        if not self._auto_detect:
+        if not (self._auto_detect or sample.name.startswith(TIMED)):  # `profile: true` asks for these
             raise ValueError(_UNDECLARED)
         self._detected.check(model)
         names = [name for name, _ in sample.dimensions]

@@ -87,6 +87,18 @@ def test_a_handler_metric_that_is_not_declared_is_dropped(caplog):
     assert caplog.text.count("model_metrics_auto_detect is false") == 1
 
 
+def test_times_of_stages_that_a_model_config_asks_for_need_no_declaration(files):
+    for mode in ("prometheus", "log"):
+        metrics = Metrics("vm", mode=mode, config=built_in_config())
+        metrics.handler_metrics([reported("ts_handler_preprocess", 1.5), reported("Words")])
+        exposed = {line for line in shown(metrics) if line.startswith(("ts_handler_", "Words"))}
+        line = 'ts_handler_preprocess{ModelName="m",Level="Model",Hostname="vm",} 1.5'
+        assert exposed == ({line} if mode == "prometheus" else set())
+    assert logged(files, "model_metrics.log") == [
+        "ts_handler_preprocess.Count:1.5|#ModelName:m,Level:Model|#hostname:vm,requestID:r1,r2,timestamp:0"
+    ]
+
+
 def test_a_handler_metric_with_other_dimensions_than_declared_is_dropped(caplog):
     metrics = Metrics("vm")
     metrics.handler_metrics([reported("HandlerTime", dimensions=(("ModelName", "m"),))])
