@@ -59,6 +59,8 @@ def compiled(model: Any, config: dict[str, Any], device: torch.device) -> Any:
     if options is None:
         return optimized(model)
     try:
+        if options.get("backend") == "tensorrt":
+            importlib.import_module("torch_tensorrt")  # it registers the backend
         faster = torch.compile(model, **options)
         if device.type == "cpu" and options.get("backend", "inductor") == "inductor":
             # It raises an exception where there is no compiler, in place of each run.

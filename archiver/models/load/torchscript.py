@@ -91,7 +91,7 @@ def load_script(
         ValueError: this build of torch has no such engine.
         OSError: the file can't be read.
         RuntimeError: the file is not TorchScript, the engine does not support its weights, or it needs
-            torchvision, which can't be imported.
+            a package of operators that can't be imported.
     """
     if check:
         _check(source)
@@ -117,17 +117,25 @@ def _loaded(
     return loaded
 
 
-def _import_operators(error: RuntimeError) -> None:
-    """Import torchvision if a file needs its operators, as that of a scripted detector; else raise the error.
+# Texts of torch's errors about files that need a package, as those of a scripted detector and of TensorRT.
+_PACKAGES = {
+    "Unknown builtin op: torchvision::": "torchvision",
+    "Unknown type name '__torch__.torch.classes.tensorrt.": "torch_tensorrt",
+}
 
-    In TorchServe the image handlers import it for every model; the import takes a second.
+
+def _import_operators(error: RuntimeError) -> None:
+    """Import the package with the operators that a file needs; raise the error if it needs none.
+
+    TorchServe's handlers import these packages for every model, which takes a second.
     """
-    if "Unknown builtin op: torchvision::" not in str(error):
+    package = next((name for text, name in _PACKAGES.items() if text in str(error)), None)
+    if package is None:
         raise error
     try:
-        importlib.import_module("torchvision")
+        importlib.import_module(package)
     except Exception as err:  # its operators may be for another build of torch, which raises many kinds
-        raise RuntimeError(f"it needs torchvision, which can't be imported: {err}") from error
+        raise RuntimeError(f"it needs {package}, which can't be imported: {err}") from error
 
 
 def _check(source: str | io.BytesIO) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -69,6 +70,18 @@ def test_a_model_that_can_not_be_compiled_is_served_as_it_is(
 ) -> None:
     assert compiled(model, {"pt2": pt2}, CPU) is model
     assert "proceeding without compilation" in caplog.text
+
+
+def test_the_package_of_tensorrt_is_imported_before_the_model_is_compiled_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "torch_tensorrt.py").write_text(
+        "import torch\ntorch._dynamo.register_backend(lambda graph, _: graph, name='tensorrt')\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    model = torch.nn.Linear(2, 2)
+    rows = torch.rand(3, 2)
+    assert torch.equal(compiled(model, {"pt2": "tensorrt"}, CPU)(rows), model(rows))
 
 
 @pytest.mark.parametrize(

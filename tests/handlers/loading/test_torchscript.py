@@ -276,3 +276,19 @@ def test_torchvision_is_imported_for_a_file_that_needs_its_operators(
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "torchvision")
     assert load_torchscript(path, "cpu")(torch.tensor([1.0, 3.0, 2.0])).item() == 1
+
+
+def test_torch_tensorrt_is_imported_for_a_file_with_its_engines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, path = tmp_path / "plain.pt", str(tmp_path / "engine.pt")
+    torch.jit.script(torch.nn.ReLU()).save(str(plain))
+    with zipfile.ZipFile(plain) as source, zipfile.ZipFile(path, "w") as target:
+        for name in source.namelist():
+            code = source.read(name).replace(
+                b"training : bool", b"engine : __torch__.torch.classes.tensorrt.Engine"
+            )
+            target.writestr(name, code)
+    monkeypatch.setitem(sys.modules, "torch_tensorrt", None)
+    with pytest.raises(RuntimeError, match=r"engine\.pt .*needs torch_tensorrt, which can't be imported"):
+        load_torchscript(path, "cpu")
