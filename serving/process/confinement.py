@@ -1,4 +1,4 @@
-"""The kernel's means to confine a process: user, limits, Landlock, seccomp. Linux only, but imports anywhere.
+"""The kernel's means to confine a process: user, limits, Landlock, seccomp. Linux only, but macOS imports it.
 
 This is the one file that names system calls. Each function confines the calling process for good, and all
 processes that it starts. Call them while the process has one thread: Landlock and seccomp confine the calling
@@ -15,6 +15,8 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import pwd
+import resource
 import socket
 import stat
 import struct
@@ -148,8 +150,6 @@ def no_new_privileges() -> None:
 
 def limit(name: Literal["CORE", "NOFILE", "DATA", "NPROC"], value: int) -> None:
     """Lower a resource limit, soft and hard; a limit that is lower already stays."""
-    import resource  # noqa: PLC0415 - not available on Windows
-
     number = getattr(resource, f"RLIMIT_{name}")
     held = resource.getrlimit(number)
     lower = [value if each == resource.RLIM_INFINITY else min(value, each) for each in held]
@@ -161,8 +161,6 @@ def become(user: int, group: int) -> None:
 
     The supplementary groups are those of the user's entry in the system's files, if it has one.
     """
-    import pwd  # noqa: PLC0415 - not available on Windows
-
     try:
         os.initgroups(pwd.getpwuid(user).pw_name, group)
     except KeyError:

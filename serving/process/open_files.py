@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from contextlib import suppress
 
 
@@ -9,12 +10,8 @@ def allow_many_files() -> None:
     """Raise the soft limit of open files to the hard limit, as Java does; the usual default is 1,024.
 
     Each connection needs one file descriptor; a connection above the limit is closed without an error. Call
-    it before the fork server starts, for workers inherit the limit. Does nothing on Windows.
+    it before the fork server starts, for workers inherit the limit.
     """
-    try:
-        import resource  # noqa: PLC0415 - not available on Windows
-    except ImportError:
-        return
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     with suppress(OSError, ValueError):  # where "unlimited" exceeds the system's maximum
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

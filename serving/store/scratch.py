@@ -6,12 +6,12 @@ The next server that uses the same parent folder deletes the unlocked ones. All 
 
 from __future__ import annotations
 
+import fcntl
 import functools
 import logging
 import os
 import shutil
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -20,9 +20,6 @@ from pathlib import Path
 from typing import IO
 
 from torchere.serving.errors import ServingError
-
-if sys.platform != "win32":
-    import fcntl
 
 logger = logging.getLogger(__name__)
 
@@ -93,8 +90,6 @@ def remove_tree(folder: Path) -> None:
 
 def lock(file: IO[bytes] | int) -> bool:
     """Lock an open file until it is closed; return False if it is locked or locks are not supported."""
-    if sys.platform == "win32":
-        return False
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
@@ -151,5 +146,5 @@ def _ours(folder: Path, prefix: str) -> Iterator[Path]:
         return
     for path in found:
         with suppress(OSError):
-            if not hasattr(os, "geteuid") or path.lstat().st_uid == os.geteuid():
+            if path.lstat().st_uid == os.geteuid():
                 yield path

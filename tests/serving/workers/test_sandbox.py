@@ -7,7 +7,6 @@ import os
 import platform
 import shutil
 import socket
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -274,7 +273,6 @@ def test_a_worker_with_network_connects_but_no_odd_socket_opens(caged: Any, tmp_
     asyncio.run(main())
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such limits")
 def test_files_and_memory_end_at_their_limits(hostile: Any, tmp_path: Path) -> None:
     spec = hostile()
     sandbox = Sandbox(archive=spec.archive_dir, max_files=4096, max_memory_bytes=MEMORY_LIMIT_BYTES)
