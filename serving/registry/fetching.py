@@ -7,14 +7,13 @@ from the store, and predictions whose bodies are decompressed there.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from torchere.serving.errors import DownloadFailed, Unavailable
-from torchere.serving.registry.version import Version
 from torchere.serving.store.fetch import Download, Interrupt
 from torchere.serving.store.package import Store
 from torchere.serving.store.turns import Turns
@@ -88,32 +87,20 @@ class Fetching:
 
 @dataclass(slots=True, eq=False)
 class Claim:
-    """Lets a registration under way, or a workflow, take over a file that was downloaded for another."""
+    """The claim of a registration, a version or a workflow on its archive: a download goes with the last."""
 
-    path: Path  # of its archive, in the store of models or that of workflows
-    copy: Path | None = None  # the download that it has taken over
-
-
-def hand_over(copy: Path, versions: Iterable[Version], claims: Iterable[Claim]) -> bool:
-    """Transfer a downloaded copy to another version, or claim, that uses the same file by its name.
-
-    Return False when there is none. `versions` are those whose store holds the copy.
-    """
-    for version in versions:
-        archive = version.origin.archive
-        if archive.file_name == copy.name and not archive.outside_store:
-            take_over(version, copy)
-            return True
-    for claim in claims:
-        if claim.path == copy:
-            claim.copy = copy
-            return True
-    return False
+    path: Path  # of the archive, in the store of models or that of workflows
+    copy: Path | None = None  # the same, if it is a download that this claim has to delete
 
 
-def take_over(version: Version, copy: Path) -> None:
-    """Make a version the owner of a downloaded copy, which is deleted with its last owner."""
-    version.origin = replace(version.origin, archive=replace(version.origin.archive, downloaded=copy))
+def give_up(claim: Claim, claims: set[Claim]) -> Path | None:
+    """End a claim; return its download, unless another of the claims on that file takes it over."""
+    claims.discard(claim)
+    heir = next((other for other in claims if other.path == claim.copy), None)
+    if heir is None:
+        return claim.copy
+    heir.copy = claim.copy
+    return None
 
 
 def _stopping() -> Unavailable:

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import chain, repeat
-from pathlib import Path
 from typing import Any, Protocol, TypeVar
 from weakref import WeakValueDictionary
 
@@ -34,7 +33,7 @@ from torchere.serving.errors import (
 from torchere.serving.registry import serving_map as routing
 from torchere.serving.registry.builder import Loader, model_holds_gil
 from torchere.serving.registry.desired import Missing, Wanted, check_snapshot, startup_models
-from torchere.serving.registry.fetching import Claim, Fetching, hand_over, take_over
+from torchere.serving.registry.fetching import Claim, Fetching, give_up
 from torchere.serving.registry.names import (
     check_model_name,
     check_runtime,
@@ -101,7 +100,7 @@ class Registry:
         )
         self.workflows: RegisteredWorkflows | None = None  # the workflows whose steps are registered here
         self._registering: WeakValueDictionary[ModelKey, asyncio.Lock] = WeakValueDictionary()
-        # Claims of registrations under way and of workflows, as both stores may have the same folder.
+        # Of registrations under way, versions and workflows, as both stores may have the same folder.
         self.claims: set[Claim] = set()
         self._kept: list[Version] = []  # versions registered when the server stops
         self._sweeping: asyncio.Future[None] | None = None
@@ -145,30 +144,26 @@ class Registry:
             )
         archive = wanted.archive
         location = downloaded.path.name if downloaded else wanted.url
-        claim = Claim(self._store.place_of(location))
-        if downloaded and downloaded.is_new:
-            claim.copy = downloaded.path
+        copy = downloaded.path if downloaded and downloaded.is_new else None
+        claim = Claim(self._store.place_of(location), copy)
         self.claims.add(claim)
         try:
             if archive is None:
                 opening = functools.partial(self._store.open, location, wanted.by_operator)
                 archive = await self._in_thread(opening, OpenedArchive.close)
+            claim.path = archive.source  # of a folder outside of the store, another one
             key = _key_of(wanted, location, archive)
             # A second registration of the version waits here, and is refused before it unpacks the archive.
             async with self._registering.setdefault(key, asyncio.Lock()):
                 self._refuse_twin(wanted, key)
                 version = await self._built(key, wanted, archive)
-                if claim.copy is not None:
-                    take_over(version, claim.copy)
+                version.claim = claim
                 self._serving = routing.with_version(self._serving, version)
         except BaseException:  # cancelled, too
-            self.claims.discard(claim)
+            self._give_up(claim)
             if archive is not None and archive.copy is not None:
                 await asyncio.to_thread(archive.close)
-            if claim.copy is not None:
-                self._give_up(claim.copy)
             raise
-        self.claims.discard(claim)
         if archive.signer:
             logger.info("registered %s from %s, signed by %s", key, shown_url(wanted.url), archive.signer)
         self._missing.registered(wanted, key)
@@ -264,6 +259,8 @@ class Registry:
 
     def _take_out(self, version: Version) -> None:
         self._serving = routing.without_version(self._serving, version)
+        if version not in self._kept:  # these hold their downloads for the next start
+            self.claims.discard(version.claim)
         version.wanted = False
         self._reconciler.wake(version)
 
@@ -284,12 +281,6 @@ class Registry:
         self._serving = routing.with_default(self._serving, model, version)
         self._missing.has_other_default(model)
         self._snapshots.changed()
-
-    def hand_over(self, copy: Path) -> bool:
-        """Transfer a download, of a model or a workflow, to another version or claim; False: none uses it."""
-        is_of_model = copy == self._store.place_of(copy.name)  # workflows may have another folder
-        versions = (self._kept or self.versions()) if is_of_model else ()
-        return hand_over(copy, versions, self.claims)
 
     def workflow_store(self) -> Store:
         """Create the store of the workflows whose steps are registered here."""
@@ -415,18 +406,18 @@ class Registry:
         self._observer.gone(version, was_last=version.key.name not in self._serving)
         forget_archive(str(version.origin.archive.directory))
         # When the server stops, downloads stay in the store: the next start restores them from there.
-        copy = version.origin.archive.downloaded
-        if copy is not None and version not in self._kept:
+        if version.claim.copy is not None and version not in self._kept:
             await self.written()  # otherwise a start after a crash would look for it
-            self._give_up(copy)
+            self._give_up(version.claim)
         await asyncio.to_thread(self._store.remove, version.origin.archive)
 
-    def _give_up(self, copy: Path) -> None:
-        """Delete a download, unless another version or claim takes it over, or the next start needs it.
+    def _give_up(self, claim: Claim) -> None:
+        """End a claim; delete its download, unless another claim takes it over or the next start needs it.
 
         Runs on the event loop: a registration could take over the file before a thread has deleted it.
         """
-        if self.hand_over(copy):
+        copy = give_up(claim, self.claims)
+        if copy is None:
             return
         if self._snapshots.needs(copy.name):
             logger.warning(

@@ -15,6 +15,7 @@ from torchere.handlers.ts_compat.alias import __version__ as TORCHSERVE_VERSION
 from torchere.serving.batching.admission import Admission
 from torchere.serving.config.server_settings import ModelSettings, Placement
 from torchere.serving.errors import LoadFailed, ServingError
+from torchere.serving.registry.fetching import Claim
 from torchere.serving.store.package import StoredArchive
 from torchere.serving.telemetry.metrics import Metrics
 from torchere.serving.telemetry.numbers import UNREAD, VersionNumbers
@@ -162,6 +163,7 @@ class Version:
         self.pool = pool
         self.batcher = batcher
         self.observer = observer
+        self.claim: Claim  # on its archive; set by the registry
         self.wanted = True
         self.target = settings.min_executors
         self.retry = False  # an operator requested another attempt at a FAILED version

@@ -38,7 +38,7 @@ from torchere.serving.errors import (
     WorkflowNotFound,
 )
 from torchere.serving.registry.desired import Wanted, startup_workflows
-from torchere.serving.registry.fetching import Claim, Fetching
+from torchere.serving.registry.fetching import Claim, Fetching, give_up
 from torchere.serving.registry.names import NAME_PATTERN
 from torchere.serving.registry.registry import Registry
 from torchere.serving.registry.version import Version, load_failure
@@ -197,9 +197,8 @@ class Workflows:
 
     def _delete_unclaimed(self, claim: Claim) -> None:
         """Give up a claim; delete its download unless a model or another workflow takes it over."""
-        self._registry.claims.discard(claim)
-        if claim.copy is not None and not self._registry.hand_over(claim.copy):
-            self._store.delete(claim.copy)
+        if (copy := give_up(claim, self._registry.claims)) is not None:
+            self._store.delete(copy)
 
     async def wanted_at_startup(self) -> list[SnapshotWorkflow]:
         """Return the workflows that the settings load at startup; opens no archive.

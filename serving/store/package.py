@@ -82,7 +82,6 @@ class StoredArchive:
     signature: str | None = None  # the text of MAR-INF/signature.json
     file_name: str = ""  # in the model store
     outside_store: bool = False  # a folder given by its path that is not a direct entry of the store
-    downloaded: Path | None = None  # the file in the model store that was downloaded from a URL
     environment: Environment | None = None  # None: the environment of the server
     tensors: Signature | None = None  # the model's inputs and outputs from the archive's signature.json
     signer: str = ""  # who signed the archive; "": signatures are not required

@@ -30,7 +30,7 @@ from torchere.serving.errors import (
     WorkflowFailed,
 )
 from torchere.serving.registry.desired import Wanted
-from torchere.serving.registry.fetching import Claim, hand_over
+from torchere.serving.registry.fetching import Claim
 from torchere.serving.registry.observation import RegistryMetrics
 from torchere.serving.registry.registry import Registry
 from torchere.serving.registry.version import Version, VersionState
@@ -56,9 +56,6 @@ class _Registry:
 
     def workflow_store(self) -> Store:
         return Store(self.folder, Limits(), self.folder)
-
-    def hand_over(self, copy: Path) -> bool:
-        return hand_over(copy, (), self.claims)
 
     async def register(self, wanted: Wanted) -> Version:
         version = object.__new__(Version)
