@@ -228,8 +228,7 @@ class SnapshotKeeper:
         self._workflows = workflows
         self._started = False
         self._turn = asyncio.Lock()  # writes files in the order of the changes
-        self._changes: set[asyncio.Task[None]] = set()
-        self._waiting: dict[asyncio.Task[None], Version] = {}  # the tasks whose version has not settled
+        self._changes: dict[asyncio.Task[None], Version | None] = {}  # and the version it waits for
         self._noted: ServingMap = EMPTY  # the map in the snapshot begun last
         self._on_disk: dict[str, dict[str, dict[str, Any]]] = {}  # the models in the snapshot written last
         self._begun = 0  # number of snapshots begun
@@ -246,11 +245,8 @@ class SnapshotKeeper:
         """Write a snapshot after a change of the desired state, once `version` has settled."""
         if self._started and self._settings is not None:
             task = asyncio.ensure_future(self._after(version))
-            self._changes.add(task)
-            task.add_done_callback(self._changes.discard)
-            if version is not None:
-                self._waiting[task] = version
-                task.add_done_callback(self._left_waiting)
+            self._changes[task] = version
+            task.add_done_callback(self._changes.pop)
 
     def discarded(self, version: Version) -> None:
         """Write a snapshot without a version that failed to load, if the last snapshot begun names it."""
@@ -260,9 +256,7 @@ class SnapshotKeeper:
     async def written(self) -> None:
         """Wait until every settled change is written to disk, so that it may be reported as done."""
         settled = [
-            task
-            for task in self._changes
-            if task not in self._waiting or self._waiting[task].settled.is_set()
+            task for task, version in self._changes.items() if version is None or version.settled.is_set()
         ]
         if settled:
             await asyncio.wait(settled)
@@ -278,22 +272,21 @@ class SnapshotKeeper:
             return
         self._started = False
         self._cancel_retry()
-        for task in self._waiting:
-            task.cancel()  # the shutdown snapshot holds the change, too; a running write continues
+        for task, version in self._changes.items():
+            if version is not None:
+                task.cancel()  # the shutdown snapshot holds the change, too; a running write continues
         await asyncio.gather(*self._changes, return_exceptions=True)
         await self._write("shutdown")
 
     async def _after(self, version: Version | None) -> None:
         if version is not None:
             await version.settled.wait()
-            self._left_waiting(asyncio.current_task())
+            task = asyncio.current_task()
+            assert task is not None
+            self._changes[task] = None
             if not _holds(self._served(), version) and not _holds(self._noted, version):
                 return  # it failed to load and was discarded: nothing changed
         await self._write("snapshot")
-
-    def _left_waiting(self, task: asyncio.Task[None] | None) -> None:
-        if task is not None:
-            self._waiting.pop(task, None)
 
     def _content(self) -> dict[str, Any]:
         self._noted = self._served()
