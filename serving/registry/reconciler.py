@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable
 
 from torchere.serving.errors import CutOff, LoadFailed, Unavailable
 from torchere.serving.logs.lines import AT_START
-from torchere.serving.registry.version import Step, Version, VersionState, VersionView, next_step
+from torchere.serving.registry.version import Step, Version, VersionState, next_step
 
 logger = logging.getLogger(__name__)
 
@@ -57,9 +57,9 @@ class Reconciler:
             Step.REMOVE: self._remove,
         }
         try:
-            if version.state is VersionState.READY and next_step(_view(version)) is None:
+            if version.state is VersionState.READY and next_step(version) is None:
                 version.failure = None  # of an earlier request: the present executors meet this one
-            while (step := next_step(_view(version))) is not None:
+            while (step := next_step(version)) is not None:
                 await steps[step](version)
         except Exception:  # top of a task: a bug must be logged, and `settled` must be set for its waiters
             logger.exception("the reconciler failed on %s in state %s", version.key, version.state.value)
@@ -185,7 +185,3 @@ class Reconciler:
         version.batcher.fail_queued(Unavailable(f"Model {version.key.name} was unregistered."))
         version.enter(VersionState.GONE)
         await self._on_gone(version)
-
-
-def _view(version: Version) -> VersionView:
-    return VersionView(version.state, version.wanted, version.target, version.pool.size, version.retry)

@@ -8,7 +8,6 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import NamedTuple
 
 from torchere.handlers.metrics import MetricSample
 from torchere.handlers.ts_compat.alias import __version__ as TORCHSERVE_VERSION
@@ -166,7 +165,7 @@ class Version:
         self.claim: Claim  # on its archive; set by the registry
         self.wanted = True
         self.target = settings.min_executors
-        self.retry = False  # an operator requested another attempt at a FAILED version
+        self.retry = False  # an operator wants another attempt at a FAILED version or executor
         self.state = VersionState.NEW
         self.failure: LoadFailed | None = None  # cause of the last failed load or resize
         self.settled = asyncio.Event()  # set when no further step towards the desired state is possible
@@ -227,26 +226,17 @@ class Step(Enum):
     REMOVE = "remove"  # nothing is loaded: only forget the version
 
 
-class VersionView(NamedTuple):
-    """The input of `next_step`: the desired and the actual state of a version."""
-
-    state: VersionState
-    wanted: bool
-    target: int  # executors wanted
-    size: int  # executors in the pool
-    retry: bool  # retry a FAILED version, or an executor that gave up
-
-
-def next_step(view: VersionView) -> Step | None:
+def next_step(version: Version) -> Step | None:
     """Return the next step towards the desired state; None when no step is possible or needed."""
-    if not view.wanted:
-        return _towards_gone(view.state)
-    if view.state is VersionState.NEW and view.target > 0:
+    state, target = version.state, version.target
+    if not version.wanted:
+        return _towards_gone(state)
+    if state is VersionState.NEW and target > 0:
         return Step.LOAD
-    if view.state is VersionState.FAILED and view.retry:
-        return Step.LOAD if view.target > 0 else None
-    if view.state is VersionState.READY and (view.target != view.size or view.retry):
-        return Step.RESIZE if view.target > 0 else Step.UNLOAD
+    if state is VersionState.FAILED and version.retry:
+        return Step.LOAD if target > 0 else None
+    if state is VersionState.READY and (target != version.pool.size or version.retry):
+        return Step.RESIZE if target > 0 else Step.UNLOAD
     return None
 
 
