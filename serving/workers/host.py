@@ -15,7 +15,7 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -474,9 +474,3 @@ def processor_of(request: InferRequest) -> RequestProcessor:
             headers[parameter.name] = {"content-type": parameter.content_type}
     headers.update(request.headers)
     return RequestProcessor(headers, request.request_id)
-
-
-def metrics_of(lanes: Iterable[object]) -> list[MetricSample]:
-    """Return the metrics that the handlers of a process's lanes have reported since their last batches."""
-    hosts = [getattr(lane, "host", None) for lane in lanes]  # a retired lane has no host
-    return [sample for host in hosts if isinstance(host, HandlerHost) for sample in host.drain_metrics()]

@@ -41,7 +41,7 @@ from torchere.serving.workers.concurrent_lane import ConcurrentLane
 from torchere.serving.workers.devices import show_devices
 from torchere.serving.workers.executor import LoadSpec
 from torchere.serving.workers.frames import FrameReader, Parts, send_all
-from torchere.serving.workers.host import HandlerHost, metrics_of
+from torchere.serving.workers.host import HandlerHost
 from torchere.serving.workers.lanes import (
     MAX_LANES,
     LanePage,
@@ -80,7 +80,8 @@ SWITCH_INTERVAL_S = 0.0005
 class Lane:
     """Runs batches of its data socket, one at a time, in the thread that calls `run`.
 
-    `number` is the index of its cell in the page.
+    `number` is the index of its cell in the page. `thread` runs the commands of `call` and, after `serve`,
+    batches; the only lane of a process has the main thread instead.
     """
 
     def __init__(self, number: int, data: socket.socket, host: HandlerHost, process: WorkerMain) -> None:
@@ -93,7 +94,7 @@ class Lane:
         self._sending = threading.Lock()  # handlers may send parts from their own threads
         self._process = process
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._live, name=f"lane-{number}", daemon=True)
+        self.thread = threading.Thread(target=self._live, name=f"lane-{number}", daemon=True)
 
     def run(self, message: Run) -> None:
         """Run one batch and send its report."""
@@ -143,14 +144,6 @@ class Lane:
             self.data.shutdown(socket.SHUT_RDWR)
         self.data.close()
 
-    def start(self) -> None:
-        """Start the lane's thread, which runs the commands of `call` and, after `serve`, batches.
-
-        Raises:
-            RuntimeError: the system has no thread left.
-        """
-        self._thread.start()
-
     def call(self, command: Callable[[], None]) -> None:
         """Run a command in the lane's thread and wait for it; re-raise its exception."""
         done: Future[None] = Future()
@@ -174,10 +167,6 @@ class Lane:
     def end(self) -> None:
         """End the lane's thread, which must not serve yet."""
         self._commands.put(None)
-
-    def join(self) -> None:
-        """Wait for the end of the lane's thread."""
-        self._thread.join()
 
     def _live(self) -> None:
         self._process.enter_thread()
@@ -236,7 +225,7 @@ class WorkerMain:
             while not lane.serves:
                 if not self._obey_next():
                     return
-            ConcurrentLane(lane, lane.host, self.page, self._control, self._obey_waiting).serve()
+            ConcurrentLane(lane, self.page, self._control, self._obey_waiting).serve()
         else:
             self._serve_alone()
         if self._group is not None:
@@ -306,7 +295,8 @@ class WorkerMain:
     def _obey(self, message: ControlToWorker) -> bool:
         if isinstance(message, Ping):
             if self._group is None:
-                self._send_control(pong_of(metrics_of(list(self._lanes))))
+                hosts = [getattr(lane, "host", None) for lane in list(self._lanes)]  # a retired lane has none
+                self._send_control(pong_of([each for host in hosts if host for each in host.drain_metrics()]))
             else:
                 self._group.ping()
         elif isinstance(message, LogLevel):
@@ -381,7 +371,7 @@ class WorkerMain:
                 host.load()
                 continue
             try:
-                lane.start()
+                lane.thread.start()
             except RuntimeError as err:  # the system has no thread left
                 raise spec.failed(str(err)) from err
             lane.call(host.load)

@@ -65,7 +65,7 @@ class Tenant(WorkerMain):
         for lane in list(self._lanes):
             if not lane.serves:
                 lane.end()
-            lane.join()
+            lane.thread.join()
         self.close_sockets()
         self._lanes.clear()
         if self._page_descriptor >= 0:  # nothing was loaded

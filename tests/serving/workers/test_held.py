@@ -140,11 +140,11 @@ def concurrent_lane(run_beside: Any, sent: list[Any]) -> ConcurrentLane:
     """A lane that gets one run, whose client has left, and puts what it sends into `sent`."""
     frame = messages.encode_frame(messages.Run(1, 0, (InferRequest("id", ()),)))
     batches = SimpleNamespace(has_more=False, next=lambda: frame[HEADER.size :])
-    lane: Any = SimpleNamespace(batches=batches, send=sent.append, take_share=lambda: None)
+    host = SimpleNamespace(loop=asyncio.get_running_loop(), end_cause="", run_beside=run_beside)
+    lane: Any = SimpleNamespace(batches=batches, host=host, send=sent.append, take_share=lambda: None)
     page: Any = SimpleNamespace(mark=lambda *_: None, is_held=lambda _: False, all_cancelled=lambda *_: True)
-    host: Any = SimpleNamespace(loop=asyncio.get_running_loop(), end_cause="", run_beside=run_beside)
     unused: Any = None
-    return ConcurrentLane(lane, host, page, unused, unused)
+    return ConcurrentLane(lane, page, unused, unused)
 
 
 def test_a_coroutine_whose_client_leaves_before_its_first_step_ends_its_run():
@@ -218,12 +218,11 @@ def test_a_run_that_its_lane_does_not_begin_keeps_no_mark_for_its_large_values()
     batches = SimpleNamespace(
         has_more=False, next=lambda: frame[HEADER.size :], raw=lambda count: memoryview(b"large")
     )
-    lane: Any = SimpleNamespace(batches=batches, data=None)
     loop = SimpleNamespace(add_reader=lambda *_: None, call_later=lambda *_: None)
     loop.create_task = lambda coroutine: coroutine.close()
-    host: Any = SimpleNamespace(loop=loop)
+    lane: Any = SimpleNamespace(batches=batches, data=None, host=SimpleNamespace(loop=loop))
     unused: Any = None
-    concurrent = ConcurrentLane(lane, host, page, unused, unused)
+    concurrent = ConcurrentLane(lane, page, unused, unused)
     loop.run_forever = concurrent._take  # another run ends the process in the same turn
     concurrent.serve()
     assert marks == [(3, 7), (3, 0)]
