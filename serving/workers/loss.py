@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import Enum
 
@@ -124,6 +126,31 @@ def loss_of_rank(
     elif cause:
         loss = replace(loss_of_end(cause), cause=cause)
     return replace(loss, cause=f"rank {rank}: {loss.cause}")
+
+
+_SILENT = (LossKind.TIMEOUT, LossKind.HANG, LossKind.LOAD)
+
+
+def loss_of_silence(loss: Loss, pids: Sequence[int]) -> Loss:
+    """Return the loss of a group, naming the ranks that a signal has stopped. Call it before they are killed.
+
+    Args:
+        loss: the reason for which the server ends the group.
+        pids: the process ids of the ranks on this machine.
+    """
+    stopped = [str(rank) for rank, pid in enumerate(pids) if _is_stopped(pid)] if loss.kind in _SILENT else []
+    if not stopped:
+        return loss
+    ranks = f"rank {stopped[0]} is" if len(stopped) == 1 else f"ranks {', '.join(stopped)} are"
+    return replace(loss, cause=f"{loss.cause}: {ranks} stopped by a signal")
+
+
+def _is_stopped(pid: int) -> bool:
+    import psutil  # noqa: PLC0415 - of the server; workers import this module, too
+
+    with suppress(psutil.Error, ValueError, OverflowError):  # gone, or not a process id
+        return bool(psutil.Process(pid).status() == psutil.STATUS_STOPPED)
+    return False
 
 
 OUTSIDE_DELAY_S = 5.0  # longest delay after a kill from outside, which is no evidence against the model

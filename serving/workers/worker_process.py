@@ -7,7 +7,7 @@ import logging
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import attrgetter
 
 import msgspec
@@ -18,16 +18,23 @@ from torchere.serving.logs.levels import follow
 from torchere.serving.logs.worker_lines import new_token, relay_all
 from torchere.serving.workers import messages
 from torchere.serving.workers.frames import FrameSocket
-from torchere.serving.workers.group import MAX_CAUSE_CHARACTERS, Group
 from torchere.serving.workers.lanes import MAX_LANES, LaneSocket
 from torchere.serving.workers.launch import ENDING_GRACE_S, LAST_WORDS_S, Launched, open_lanes
-from torchere.serving.workers.loss import Loss, LossKind, loss_of_end, loss_of_slow_load
+from torchere.serving.workers.loss import (
+    Loss,
+    LossKind,
+    loss_of_end,
+    loss_of_rank,
+    loss_of_silence,
+    loss_of_slow_load,
+)
 from torchere.serving.workers.run import Run
 from torchere.serving.workers.worker_settings import WorkerSettings
 
 logger = logging.getLogger("torchere.worker")
 
 KILLED_GRACE_S = 10.0  # after SIGKILL: the kernel may take seconds to free much memory, on a GPU, too
+MAX_CAUSE_CHARACTERS = 300  # of the cause that a worker gives for its end
 LOOK_AGAIN_S = 1.0  # grace after a blocked event loop, before a lane counts as silent
 _LOAD = attrgetter("inside", "since_s")  # of a lane: its runs, then since when it is busy
 
@@ -52,7 +59,6 @@ class WorkerProcess:
     def __init__(self, settings: WorkerSettings, executor_id: int, events: ProcessEvents) -> None:
         self._settings = settings
         self._spec = settings.spec
-        self._group = Group(settings.spec, settings.oom)
         self._executor_id = executor_id  # of its first lane, for its log lines
         self._events = events
         self._loop = asyncio.get_running_loop()
@@ -79,6 +85,7 @@ class WorkerProcess:
         self.is_exclusive = False  # the run inside must be alone: no other may be sent
         self.lost: asyncio.Future[Loss] = self._loop.create_future()
         self.pid = 0  # before the start
+        self._rank_pids: Sequence[int] = ()  # of the group's ranks from 1 on, on this machine
 
     @property
     def reachable(self) -> bool:
@@ -286,7 +293,7 @@ class WorkerProcess:
             self._events.pong()
             self._settings.on_metrics(message.metrics)
         elif isinstance(message, messages.RankLost | messages.RankPids):
-            self._group.hear(message, self.kill)
+            self._hear_of_ranks(message)
         elif isinstance(message, messages.Serving):
             if self.serving < len(self._lanes):
                 self.serving += 1
@@ -297,6 +304,15 @@ class WorkerProcess:
                 self._step_reply.set_exception(self._spec.failed(message.detail, message.out_of_memory))
             elif isinstance(message, messages.Loaded):
                 self._step_reply.set_result(None)
+
+    def _hear_of_ranks(self, message: messages.RankLost | messages.RankPids) -> None:
+        """Take a message of rank 0 about the other ranks of its group; end the group if one is lost."""
+        if isinstance(message, messages.RankPids):  # the worker is not trusted: it may name too many
+            self._rank_pids = message.pids[: self._spec.ranks - 1]
+            return
+        code, cause = message.exit_code, message.cause[:MAX_CAUSE_CHARACTERS]
+        killed_for_memory = code == -signal.SIGKILL and self._settings.oom.claim()
+        self.kill(loss_of_rank(message.rank, code, cause, killed_for_memory, message.is_cut_off))
 
     def _look_in(self, left_s: float) -> None:
         self._watch = self._loop.call_later(left_s, self._look, time.monotonic() + left_s)
@@ -376,7 +392,9 @@ class WorkerProcess:
 
     def kill(self, loss: Loss) -> None:
         """Kill the process; `lost` completes when it has ended."""
-        self._killed = self._killed or self._group.of_silence(loss, self.pid)
+        if self._killed is None:
+            is_group, pids = self._spec.is_group, (self.pid, *self._rank_pids)
+            self._killed = loss_of_silence(loss, pids) if is_group else loss
         if self.pid:
             self._launched.kill(loss)
 
@@ -420,7 +438,9 @@ class WorkerProcess:
         except asyncio.TimeoutError:
             self.kill(Loss(LossKind.PROTOCOL, "closed its socket without ending"))
             code = await self._launched.exit_code
-        loss = self._killed or self._group.of_first(self._launched.loss(code, self._settings.oom))
+        loss = self._killed or self._launched.loss(code, self._settings.oom)
+        if self._killed is None and self._spec.is_group:
+            loss = replace(loss, cause=f"rank 0: {loss.cause}")
         if self._end_cause:  # which the worker has reported
             loss = loss_of_end(self._end_cause)
         await self._read_out()
