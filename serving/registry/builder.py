@@ -13,7 +13,6 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from torchere.archiver.split import SECTION, Split
-from torchere.archiver.torchscript_options import TorchScriptOptions
 from torchere.handlers.built_in import CPP_ADVICE, CPP_HANDLERS
 from torchere.handlers.cgroup import available_cores
 from torchere.handlers.compiled.package import holds_gil
@@ -123,7 +122,7 @@ class Loader:
         isolation: Placement = "process"
         keeps_state = _is_stateful(settings) or settings.batch.at_once > 1
         if not (in_cpp or archive.environment or settings.parallel or keeps_state):
-            isolation = _isolation(archive, settings, handler, self._may_share_process)
+            isolation = choose_isolation(archive, settings, handler, may_share=self._may_share_process)
         _tell_unshared(key, settings, isolation)
         origin = Origin(
             archive=archive,
@@ -276,36 +275,12 @@ def _tell_unshared(key: ModelKey, settings: ModelSettings, isolation: str) -> No
         )
 
 
-def _isolation(archive: StoredArchive, settings: ModelSettings, handler: str, may_share: bool) -> Placement:
-    model = archive.manifest.get("model") or {}
-    on_gpu = bool(settings.gpu_ids)
-    return choose_isolation(
-        settings.isolation,
-        handler,
-        model,
-        holds_gil=archive.holds_gil and not on_gpu,
-        on_gpu=on_gpu,
-        needs_own_process=not may_share
-        or settings.device_type == "xla"
-        or _switches_engine(archive)
-        or archive.has_python,
-    )
-
-
 def model_holds_gil(archive: StoredArchive) -> bool:
     """Return whether the model is a `.pt2` that holds the GIL on a CPU; this reads its file."""
     serialized = str((archive.manifest.get("model") or {}).get("serializedFile") or "")
     if not serialized.endswith(".pt2"):
         return False
     return holds_gil(str(archive.directory / serialized), str(archive.directory))
-
-
-def _switches_engine(archive: StoredArchive) -> bool:
-    """Return whether the archive's int8 weights need a quantized engine, which is set once per process."""
-    try:
-        return TorchScriptOptions.read(archive.config.raw).quantized_engine is not None
-    except ValueError:  # the load reports it
-        return False
 
 
 def _is_stateful(settings: ModelSettings) -> bool:

@@ -1,11 +1,11 @@
-"""Chooses threads, processes or a shared process for a version, as a pure function of its archive."""
+"""Chooses threads, processes or a shared process for a version, by its archive and its settings alone."""
 
 from __future__ import annotations
 
-from typing import Any
-
+from torchere.archiver.torchscript_options import TorchScriptOptions
 from torchere.handlers.built_in import BUILT_IN_HANDLERS
-from torchere.serving.config.server_settings import Isolation, Placement
+from torchere.serving.config.server_settings import ModelSettings, Placement
+from torchere.serving.store.package import StoredArchive
 
 COMPILED_SUFFIXES = (".pt", ".pt2")  # models whose forward runs no Python code of the archive
 
@@ -14,33 +14,35 @@ LANES_SHARE: dict[Placement, bool] = {"thread": True, "process": False, "shared"
 
 
 def choose_isolation(
-    wanted: Isolation,
-    handler: str,
-    manifest_model: dict[str, Any],
-    *,
-    holds_gil: bool = False,
-    on_gpu: bool = False,
-    needs_own_process: bool = False,
+    archive: StoredArchive, settings: ModelSettings, handler: str, *, may_share: bool
 ) -> Placement:
-    """Resolve the `wanted` isolation for an archive with this handler and manifest `model` section.
+    """Resolve the isolation that the settings ask for.
 
-    `holds_gil`: the model is known to keep the GIL while it runs, so that threads would run it in turn.
+    `may_share`: the sandbox allows that the process is shared with other versions.
 
-    `on_gpu`: the version runs on a GPU, where an input that fails in CUDA (an index out of range) costs the
-    process all its GPU state.
-
-    `needs_own_process`: the version keeps state between requests, changes process-wide settings, or has a
-    sandbox that is its own.
-
-    `shared` shares a process with other versions where `auto` uses threads, and otherwise equals `auto`.
+    `shared` shares a process with other versions where `auto` uses threads, and otherwise equals `auto`. A
+    version that changes process-wide settings shares none.
 
     `auto` uses threads only if the archive has no Python code of its own: a handler file may rely on being
-    alone in its process (module globals, `os.environ`, `chdir`), a model file on the GIL.
+    alone in its process (module globals, `os.environ`, `chdir`), a model file on the GIL. A model that keeps
+    the GIL while it runs would run in turn in threads. On a GPU, an input that fails in CUDA (an index out of
+    range) costs the process all its GPU state.
     """
+    wanted, model = settings.isolation, archive.manifest.get("model") or {}
     if wanted in ("thread", "process"):
         return wanted
-    compiled = str(manifest_model.get("serializedFile", "")).endswith(COMPILED_SUFFIXES)
-    own_python = handler not in BUILT_IN_HANDLERS or "modelFile" in manifest_model
-    if not compiled or own_python or holds_gil or on_gpu:
+    compiled = str(model.get("serializedFile", "")).endswith(COMPILED_SUFFIXES)
+    own_python = handler not in BUILT_IN_HANDLERS or "modelFile" in model
+    if not compiled or own_python or archive.holds_gil or settings.gpu_ids:
         return "process"
-    return "shared" if wanted == "shared" and not needs_own_process else "thread"
+    on_xla = settings.device_type == "xla"
+    may_share = may_share and not (on_xla or _switches_engine(archive) or archive.has_python)
+    return "shared" if wanted == "shared" and may_share else "thread"
+
+
+def _switches_engine(archive: StoredArchive) -> bool:
+    """Return whether the archive's int8 weights need a quantized engine, which is set once per process."""
+    try:
+        return TorchScriptOptions.read(archive.config.raw).quantized_engine is not None
+    except ValueError:  # the load reports it
+        return False
