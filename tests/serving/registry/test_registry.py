@@ -48,9 +48,11 @@ HAD: dict[str, object] = {"minWorkers": 0, "maxWorkers": 1, "batchSize": 1, "max
 
 def pack(path: Path, version: str = "1.0") -> None:
     model = {"modelName": "m", "modelVersion": version, "handler": "h.py"}
-    with zipfile.ZipFile(path, "w") as archive:
+    draft = path.with_suffix(".new")  # a server may read the file at any time
+    with zipfile.ZipFile(draft, "w") as archive:
         archive.writestr("h.py", "def handle(data, context): return data\n")
         archive.writestr("MAR-INF/MANIFEST.json", json.dumps({"runtime": "python", "model": model}))
+    draft.replace(path)
 
 
 @asynccontextmanager
