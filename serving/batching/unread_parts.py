@@ -33,15 +33,6 @@ IDLE_S = 10.0
 LEAST_PART_BYTES = 64  # memory that a part of at most one byte takes
 
 
-def limit_bytes(max_response_bytes: int) -> int:
-    """Return the limit of unread bytes of one stream: `max_response_bytes`, at least `LEAST_LIMIT_BYTES`.
-
-    >>> limit_bytes(6_553_500) == LEAST_LIMIT_BYTES, limit_bytes(10**9)
-    (True, 1000000000)
-    """
-    return max(LEAST_LIMIT_BYTES, max_response_bytes)
-
-
 def held_bytes(part: bytes) -> int:
     """Return the bytes that a buffered part counts for: a handler may send millions of tiny ones."""
     return max(LEAST_PART_BYTES, len(part))
@@ -94,7 +85,7 @@ class UnreadParts:
     """A queue of parts, taken by one coroutine. Lives on the event loop.
 
     Args:
-        limit: the bytes that may be buffered before the executor is paused; see `limit_bytes`.
+        limit: the bytes that may be buffered before the executor is paused.
         give_up: called once with the reason, in its own turn of the event loop, if the client abandons the
             parts or takes them too slowly.
         of_all: the shared count of all streams of the process.

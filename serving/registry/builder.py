@@ -21,7 +21,6 @@ from torchere.serving.batching.admission import Admission
 from torchere.serving.batching.batcher import Batcher
 from torchere.serving.batching.quarantine import Quarantine, QuarantineFiles
 from torchere.serving.batching.stateful import StatefulBatcher
-from torchere.serving.batching.unread_parts import limit_bytes
 from torchere.serving.config.model_settings import ModelConfig, effective_settings
 from torchere.serving.config.server_settings import (
     DeviceType,
@@ -144,7 +143,8 @@ class Loader:
         launcher = self._launcher_of(key, origin, settings)
         pool = self._pool(self._spec(key, origin, settings), launcher, settings, pump_soon, observer)
         batcher = _batcher(key, settings, pool, observer)
-        batcher.unread_limit_bytes = limit_bytes(self._server.limits.max_response_bytes)
+        most_bytes = self._server.limits.max_response_bytes
+        batcher.unread_limit_bytes = max(batcher.unread_limit_bytes, most_bytes)
         batcher.restart_wait_s = self._server.restart_wait_s
         batcher.quarantine = Quarantine(
             QuarantineFiles(key, _quarantine_settings(self._server)),

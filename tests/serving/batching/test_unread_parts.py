@@ -9,12 +9,7 @@ import weakref
 import pytest
 
 from torchere.serving.batching import unread_parts
-from torchere.serving.batching.unread_parts import (
-    LEAST_LIMIT_BYTES,
-    UnreadOfAll,
-    UnreadParts,
-    limit_bytes,
-)
+from torchere.serving.batching.unread_parts import UnreadOfAll, UnreadParts
 from torchere.serving.errors import Cancelled, HandlerFailed, LeftUnread
 
 STEP = 10
@@ -44,14 +39,6 @@ def run(test):
         asyncio.run(asyncio.wait_for(test(**fixtures), 20))
 
     return wrapper
-
-
-@pytest.mark.parametrize(
-    ("max_response_bytes", "limit"),
-    [(1, LEAST_LIMIT_BYTES), (6_553_500, LEAST_LIMIT_BYTES), (10**9, 10**9)],
-)
-def test_as_much_may_lie_unread_as_of_a_whole_answer_and_never_very_little(max_response_bytes, limit):
-    assert limit_bytes(max_response_bytes) == limit
 
 
 @run

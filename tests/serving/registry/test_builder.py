@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 
+from torchere.serving.batching.unread_parts import LEAST_LIMIT_BYTES
 from torchere.serving.config.model_settings import Asked
 from torchere.serving.config.properties import parse_properties
 from torchere.serving.config.resolve import configure
-from torchere.serving.config.server_settings import ServerSettings
+from torchere.serving.config.server_settings import Limits, ServerSettings
 from torchere.serving.registry import builder
 from torchere.serving.registry.builder import Loader
 from torchere.serving.registry.desired import Wanted
@@ -38,7 +39,9 @@ def exported() -> dict[str, bytes]:
     return {"net.pt2": content.getvalue()}
 
 
-def version_of(folder: Path, config: str, files: Mapping[str, bytes] = OWN, handler: str = "h.py") -> Version:
+def version_of(
+    folder: Path, config: str, files: Mapping[str, bytes] = OWN, handler: str = "h.py", **settings: Any
+) -> Version:
     """A version from an archive with that model config, on a machine without a GPU."""
     model = {"modelName": "m", "modelVersion": "1.0", "handler": handler, "configFile": "m.yaml"}
     for name in ("net.pt", "net.pt2"):
@@ -51,7 +54,7 @@ def version_of(folder: Path, config: str, files: Mapping[str, bytes] = OWN, hand
         archive.writestr("MAR-INF/MANIFEST.json", json.dumps({"runtime": "python", "model": model}))
 
     async def main() -> Version:
-        server = ServerSettings(model_store=folder, temp_dir=folder, max_gpus=0)
+        server = ServerSettings(model_store=folder, temp_dir=folder, max_gpus=0, **settings)
         registry = Registry(server, RegistryMetrics(Metrics("host")))
         version = await registry.register(Wanted("m.mar", Asked()))
         await registry.close()
@@ -112,6 +115,14 @@ def test_runs_are_sent_ahead_unless_so_few_may_wait_that_each_counts(
     tmp_path: Path, config: str, sends_ahead: bool
 ) -> None:
     assert version_of(tmp_path, config).pool._settings.sends_ahead is sends_ahead
+
+
+@pytest.mark.parametrize(("most_bytes", "limit_bytes"), [(1, LEAST_LIMIT_BYTES), (10**9, 10**9)])
+def test_as_much_may_lie_unread_as_of_a_whole_answer_and_never_very_little(
+    tmp_path: Path, most_bytes: int, limit_bytes: int
+) -> None:
+    version = version_of(tmp_path, "minWorkers: 1", limits=Limits(max_response_bytes=most_bytes))
+    assert version.batcher.unread_limit_bytes == limit_bytes
 
 
 @pytest.mark.parametrize(
