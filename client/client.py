@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
+import os
+import time
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import closing
 from typing import Any
 
 import httpx
 
 from torchere.client import inference, management, predictions
-from torchere.client.exchange import Api
+from torchere.client.errors import ClientError
+from torchere.client.exchange import Api, Operation, Result, refusal
 from torchere.client.inference import InferOptions, InferResult, Inputs
 from torchere.client.management import ModelEntry, ModelMetadata, ModelState, ServerMetadata
 from torchere.client.predictions import PartLike, Prediction
-from torchere.client.transport import Blocking, Retries, Settings
+from torchere.client.transport import ClientCall, Retries, Settings, answer_of
 
 INFERENCE_ADDRESS = "http://127.0.0.1:8080"
 MANAGEMENT_ADDRESS = "http://127.0.0.1:8081"
@@ -68,8 +72,10 @@ class Client:
     ) -> None:
         addresses: dict[Api, str] = {"inference": address, "management": management_address}
         tokens: dict[Api, str | None] = {"inference": token, "management": management_token}
-        settings = Settings(addresses, tokens, timeout_s, retries, headers)
-        self._transport = Blocking(settings, transport)
+        self._settings = Settings(addresses, tokens, timeout_s, retries, headers)
+        self._given = transport
+        self._http = self._made()
+        self._pid: int | None = None  # the process that has sent something with `_http`
 
     def __enter__(self) -> Client:
         return self
@@ -79,7 +85,7 @@ class Client:
 
     def close(self) -> None:
         """Close all connections; running calls fail."""
-        self._transport.close()
+        self._http.close()
 
     def predict(
         self,
@@ -110,7 +116,7 @@ class Client:
         operation = predictions.predict(
             model, data, version=version, content_type=content_type, files=files, headers=headers
         )
-        return self._transport.run(operation, timeout_s)
+        return self._run(operation, timeout_s)
 
     def predict_stream(
         self,
@@ -134,18 +140,18 @@ class Client:
         operation = predictions.predict(
             model, data, version=version, content_type=content_type, headers=headers
         )
-        return self._transport.stream(operation, timeout_s)
+        return self._stream(operation, timeout_s)
 
     def explain(
         self, model: str, data: object = None, *, version: str | None = None, timeout_s: float | None = None
     ) -> Prediction:
         """Send a request to `/explanations` and return the response. See `predict`."""
         operation = predictions.predict(model, data, version=version, verb="explanations")
-        return self._transport.run(operation, timeout_s)
+        return self._run(operation, timeout_s)
 
     def ping(self, *, timeout_s: float | None = None) -> bool:
         """Return whether every model has the executors it should have (TorchServe's `/ping`)."""
-        return self._transport.run(management.HEALTHY, timeout_s)
+        return self._run(management.HEALTHY, timeout_s)
 
     def infer(
         self,
@@ -172,7 +178,7 @@ class Client:
             client.infer("add", {"a": a, "b": b}, InferOptions(outputs=["sum"]))["sum"]
         """
         operation = inference.infer(model, inputs, options, version=version, headers=headers)
-        return self._transport.run(operation, timeout_s)
+        return self._run(operation, timeout_s)
 
     def infer_stream(
         self,
@@ -193,53 +199,53 @@ class Client:
         """
         operation = inference.infer_stream(model, inputs, options, version=version)
         events = inference.Events()
-        for part in self._transport.stream(operation, timeout_s):
+        for part in self._stream(operation, timeout_s):
             yield from events.feed(part)
         events.end()
 
     def server_metadata(self, *, timeout_s: float | None = None) -> ServerMetadata:
         """Return the server's name, version and protocol extensions."""
-        return self._transport.run(management.SERVER_METADATA, timeout_s)
+        return self._run(management.SERVER_METADATA, timeout_s)
 
     def model_metadata(
         self, model: str, version: str | None = None, *, timeout_s: float | None = None
     ) -> ModelMetadata:
         """Return the names, datatypes and shapes of a model's inputs and outputs."""
-        return self._transport.run(management.model_metadata(model, version), timeout_s)
+        return self._run(management.model_metadata(model, version), timeout_s)
 
     def is_live(self, *, timeout_s: float | None = None) -> bool:
         """Return whether the server runs."""
-        return self._transport.run(management.LIVE, timeout_s)
+        return self._run(management.LIVE, timeout_s)
 
     def is_ready(self, *, timeout_s: float | None = None) -> bool:
         """Return whether the server is ready for requests."""
-        return self._transport.run(management.READY, timeout_s)
+        return self._run(management.READY, timeout_s)
 
     def is_model_ready(
         self, model: str, version: str | None = None, *, timeout_s: float | None = None
     ) -> bool:
         """Return whether a model is ready; raise `NotFound` for a model that is not registered."""
-        return self._transport.run(management.model_ready(model, version), timeout_s)
+        return self._run(management.model_ready(model, version), timeout_s)
 
     def statistics(
         self, model: str, version: str | None = None, *, timeout_s: float | None = None
     ) -> list[dict[str, Any]]:
         """Return the request counts and durations of a model, one object per version, in Triton's format."""
-        return self._transport.run(management.statistics(model, version), timeout_s)
+        return self._run(management.statistics(model, version), timeout_s)
 
     def repository_index(
         self, *, ready_only: bool = False, timeout_s: float | None = None
     ) -> tuple[ModelState, ...]:
         """Return the models of the model repository with their states."""
-        return self._transport.run(management.index(ready_only), timeout_s)
+        return self._run(management.index(ready_only), timeout_s)
 
     def load(self, model: str, *, timeout_s: float | None = None) -> None:
         """Load a model of the repository and wait until it is ready."""
-        self._transport.run(management.repository(model, "load"), timeout_s)
+        self._run(management.repository(model, "load"), timeout_s)
 
     def unload(self, model: str, *, timeout_s: float | None = None) -> None:
         """Unload a model."""
-        self._transport.run(management.repository(model, "unload"), timeout_s)
+        self._run(management.repository(model, "unload"), timeout_s)
 
     def register(self, url: str, *, timeout_s: float | None = None, **options: object) -> str:
         """Register an archive of the model store and return the server's status message.
@@ -253,11 +259,11 @@ class Client:
         Example:
             client.register("net.mar", initial_workers=1)
         """
-        return self._transport.run(management.register(url, **options), timeout_s)
+        return self._run(management.register(url, **options), timeout_s)
 
     def unregister(self, model: str, version: str | None = None, *, timeout_s: float | None = None) -> str:
         """Remove a version (None: the default version) after its requests are answered."""
-        return self._transport.run(management.unregister(model, version), timeout_s)
+        return self._run(management.unregister(model, version), timeout_s)
 
     def scale(
         self,
@@ -271,18 +277,18 @@ class Client:
     ) -> str:
         """Set the number of executors of a version, and wait for them unless `synchronous` is false."""
         operation = management.scale(model, min_workers, max_workers, version, synchronous)
-        return self._transport.run(operation, timeout_s)
+        return self._run(operation, timeout_s)
 
     def set_default(self, model: str, version: str, *, timeout_s: float | None = None) -> str:
         """Make a version the default for requests that name no version."""
-        return self._transport.run(management.set_default(model, version), timeout_s)
+        return self._run(management.set_default(model, version), timeout_s)
 
     def list_models(self, *, timeout_s: float | None = None) -> list[ModelEntry]:
         """Return all models, sorted by name; request every page, each with its own time-out."""
         entries: list[ModelEntry] = []
         token: str | None = None
         while True:
-            models, token = self._transport.run(management.list_page(token), timeout_s)
+            models, token = self._run(management.list_page(token), timeout_s)
             entries += models
             if token is None or not models:
                 return entries
@@ -291,4 +297,62 @@ class Client:
         self, model: str, version: str | None = None, *, timeout_s: float | None = None
     ) -> list[dict[str, Any]]:
         """Return the full description of a version (None: the default version; "all": every version)."""
-        return self._transport.run(management.describe(model, version), timeout_s)
+        return self._run(management.describe(model, version), timeout_s)
+
+    def _made(self) -> httpx.Client:
+        return self._settings.http(httpx.Client, self._given, httpx.HTTPTransport)
+
+    def _http_here(self) -> httpx.Client:
+        """Return the httpx client of this process; the parent's is not closed, as the parent may use it.
+
+        On shared sockets, parent and child could read each other's answers.
+
+        Raises:
+            ClientError: the client has the caller's own transport, which can't be made again.
+        """
+        pid = os.getpid()
+        if self._pid is not None and self._pid != pid:
+            if self._given is not None:
+                raise ClientError(
+                    "the client's transport was used before a fork; make a client in each process"
+                )
+            self._http = self._made()
+        self._pid = pid  # set last: another thread either uses the new client or makes one more
+        return self._http
+
+    def _run(self, operation: Operation[Result], timeout_s: float | None) -> Result:
+        """Send an operation, retry it as `Retries` allows within its deadline, and return its result.
+
+        Raises:
+            ClientError: the error of the last attempt.
+        """
+        call = ClientCall(self._settings, operation, timeout_s)
+        response = self._accepted(call)
+        return operation.read(answer_of(response, b"".join(_parts(call, response))))
+
+    def _stream(self, operation: Operation[object], timeout_s: float | None) -> Generator[bytes, None, None]:
+        """Yield the parts of a response as they arrive; retry only before the first part."""
+        call = ClientCall(self._settings, operation, timeout_s)
+        yield from _parts(call, self._accepted(call))
+
+    def _accepted(self, call: ClientCall) -> httpx.Response:
+        """Send the request, with retries, until a response has a status that the operation takes."""
+        while True:
+            try:
+                with call.translated():
+                    http = self._http_here()
+                    response = http.send(call.built(http), stream=True)
+                if call.operation.takes(response.status_code):
+                    return response
+                raise refusal(answer_of(response, b"".join(_parts(call, response))))
+            except ClientError as error:
+                time.sleep(call.pause_s(error))
+
+
+def _parts(call: ClientCall, response: httpx.Response) -> Iterator[bytes]:
+    # The time-out of httpx applies to each read, not to their sum: a server that sends one byte a second
+    # would never exceed it.
+    with call.translated(), closing(response):
+        for part in response.iter_bytes():
+            yield part
+            call.check_deadline()

@@ -1,15 +1,14 @@
-"""Sends operations with httpx, synchronously or on asyncio: settings, retries, deadlines and errors."""
+"""The parts of sending with httpx that both clients share: settings, retries, deadlines and errors."""
 
 from __future__ import annotations
 
-import asyncio
 import math
 import os
 import random
 import ssl
 import time
-from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Mapping
-from contextlib import aclosing, closing, contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -22,11 +21,9 @@ from torchere.client.exchange import (
     Api,
     Operation,
     Request,
-    Result,
     bearer,
     check_headers,
     merged,
-    refusal,
 )
 from torchere.client.key_file import find_key, is_loopback
 
@@ -310,7 +307,8 @@ class ClientCall:
         return DeadlineExceeded(f"no answer within {self._timeout_s:g} s")
 
 
-def _answer(response: httpx.Response, body: bytes) -> Answer:
+def answer_of(response: httpx.Response, body: bytes) -> Answer:
+    """Return a response, whose body httpx has read, as this package's."""
     headers = {name.lower(): value for name, value in response.headers.items()}
     return Answer(body, headers, response.status_code)
 
@@ -322,127 +320,3 @@ def _is_http(address: str) -> bool:
         return False
     # The operating system would take a larger port modulo 65536 and reach a different server.
     return url.scheme in ("http", "https") and bool(url.host) and (url.port or 0) <= _MAX_PORT
-
-
-class Blocking:
-    """Sends operations. Thread-safe, because httpx's client is, and the only other state is for forks.
-
-    A process that is forked after the client was used gets an httpx client of its own: on shared sockets,
-    parent and child could read each other's answers.
-    """
-
-    def __init__(self, settings: Settings, transport: httpx.BaseTransport | None) -> None:
-        self._settings = settings
-        self._given = transport
-        self._http = self._made()
-        self._pid: int | None = None  # the process that has sent something with `_http`
-
-    def _made(self) -> httpx.Client:
-        return self._settings.http(httpx.Client, self._given, httpx.HTTPTransport)
-
-    def _http_here(self) -> httpx.Client:
-        """Return the httpx client of this process; the parent's is not closed, as the parent may use it.
-
-        Raises:
-            ClientError: the client has the caller's own transport, which can't be made again.
-        """
-        pid = os.getpid()
-        if self._pid is not None and self._pid != pid:
-            if self._given is not None:
-                raise ClientError(
-                    "the client's transport was used before a fork; make a client in each process"
-                )
-            self._http = self._made()
-        self._pid = pid  # set last: another thread either uses the new client or makes one more
-        return self._http
-
-    def close(self) -> None:
-        """Close all connections."""
-        self._http.close()
-
-    def run(self, operation: Operation[Result], timeout_s: float | None) -> Result:
-        """Send an operation, retry it as `Retries` allows within its deadline, and return its result.
-
-        Raises:
-            ClientError: the error of the last attempt.
-        """
-        call = ClientCall(self._settings, operation, timeout_s)
-        response = self._accepted(call)
-        return operation.read(_answer(response, b"".join(_parts(call, response))))
-
-    def stream(self, operation: Operation[object], timeout_s: float | None) -> Generator[bytes, None, None]:
-        """Yield the parts of a response as they arrive; retry only before the first part."""
-        call = ClientCall(self._settings, operation, timeout_s)
-        yield from _parts(call, self._accepted(call))
-
-    def _accepted(self, call: ClientCall) -> httpx.Response:
-        """Send the request, with retries, until a response has a status that the operation takes."""
-        while True:
-            try:
-                with call.translated():
-                    http = self._http_here()
-                    response = http.send(call.built(http), stream=True)
-                if call.operation.takes(response.status_code):
-                    return response
-                raise refusal(_answer(response, b"".join(_parts(call, response))))
-            except ClientError as error:
-                time.sleep(call.pause_s(error))
-
-
-def _parts(call: ClientCall, response: httpx.Response) -> Iterator[bytes]:
-    # The time-out of httpx applies to each read, not to their sum: a server that sends one byte a second
-    # would never exceed it.
-    with call.translated(), closing(response):
-        for part in response.iter_bytes():
-            yield part
-            call.check_deadline()
-
-
-class Awaiting:
-    """Sends operations; any number at once, on one event loop. Cancelling a call closes its connection."""
-
-    def __init__(self, settings: Settings, transport: httpx.AsyncBaseTransport | None) -> None:
-        self._settings = settings
-        self._http = settings.http(httpx.AsyncClient, transport, httpx.AsyncHTTPTransport)
-
-    async def close(self) -> None:
-        """Close all connections."""
-        await self._http.aclose()
-
-    async def run(self, operation: Operation[Result], timeout_s: float | None) -> Result:
-        """Do as `Blocking.run`."""
-        call = ClientCall(self._settings, operation, timeout_s)
-        response = await self._accepted(call)
-        return operation.read(_answer(response, await _whole(call, response)))
-
-    async def stream(
-        self, operation: Operation[object], timeout_s: float | None
-    ) -> AsyncGenerator[bytes, None]:
-        """Do as `Blocking.stream`."""
-        call = ClientCall(self._settings, operation, timeout_s)
-        async with aclosing(_awaited_parts(call, await self._accepted(call))) as parts:
-            async for part in parts:  # closed together with this generator, not later by the event loop
-                yield part
-
-    async def _accepted(self, call: ClientCall) -> httpx.Response:
-        while True:
-            try:
-                with call.translated():
-                    response = await self._http.send(call.built(self._http), stream=True)
-                if call.operation.takes(response.status_code):
-                    return response
-                raise refusal(_answer(response, await _whole(call, response)))
-            except ClientError as error:
-                await asyncio.sleep(call.pause_s(error))
-
-
-async def _awaited_parts(call: ClientCall, response: httpx.Response) -> AsyncGenerator[bytes, None]:
-    with call.translated():
-        async with aclosing(response):
-            async for part in response.aiter_bytes():
-                yield part
-                call.check_deadline()
-
-
-async def _whole(call: ClientCall, response: httpx.Response) -> bytes:
-    return b"".join([part async for part in _awaited_parts(call, response)])

@@ -18,6 +18,7 @@ def call(request: pytest.FixtureRequest) -> Caller:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
-    monkeypatch.setattr("torchere.client.transport.time", TimeModule(made))
-    monkeypatch.setattr("torchere.client.transport.asyncio", AsyncioModule(made))
+    for module in ("client", "transport"):
+        monkeypatch.setattr(f"torchere.client.{module}.time", TimeModule(made))
+    monkeypatch.setattr("torchere.client.async_client.asyncio", AsyncioModule(made))
     return made

@@ -87,9 +87,9 @@ def test_a_file_without_a_key_is_named(folder: Path, text: str) -> None:
 @pytest.mark.parametrize("kind", [Client, AsyncClient])
 def test_clients_find_both_keys_and_send_none_if_told(folder: Path, kind: type[Client]) -> None:
     (folder / "key_file.json").write_text(json.dumps(KEYS))
-    settings = kind()._transport._settings
+    settings = kind()._settings
     assert (settings.key("inference"), settings.key("management")) == ("i1", "m1")
-    settings = kind("http://example.com", token="k", management_token="")._transport._settings
+    settings = kind("http://example.com", token="k", management_token="")._settings
     assert (settings.key("inference"), settings.key("management")) == ("k", "")
 
 
@@ -129,7 +129,7 @@ def test_a_key_file_of_another_user_is_read_only_for_a_call_that_needs_it(
 
 
 def test_a_key_is_looked_up_once(folder: Path) -> None:
-    settings = Client()._transport._settings
+    settings = Client()._settings
     assert settings.key("inference") == ""
     (folder / "key_file.json").write_text(json.dumps(KEYS))
     assert (settings.key("inference"), settings.key("management")) == ("", "m1")

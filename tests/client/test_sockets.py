@@ -73,7 +73,7 @@ def test_a_stream_that_is_closed_has_no_connection(method: str) -> None:
         async with AsyncClient(address) as client:
             async with aclosing(getattr(client, method)("net", {"x": [1.0]})) as parts:
                 await anext(parts)
-            transport = client._transport._http._transport
+            transport = client._http._transport
             assert isinstance(transport, httpx.AsyncHTTPTransport)
             return list(transport._pool.connections)
 
@@ -134,7 +134,7 @@ def test_another_machine_is_called_through_the_proxy(proxy: socket.socket) -> No
 )
 def test_each_form_of_an_address_of_this_machine_is_direct(proxy: socket.socket, address: str) -> None:
     with Client(address) as client:
-        http = client._transport._http
+        http = client._http
         assert http._transport_for_url(httpx.URL(address + "/x")) is http._transport
 
 
@@ -220,7 +220,7 @@ def test_a_forked_process_uses_connections_of_its_own(monkeypatch: pytest.Monkey
     with keeping_alive() as (address, ports), Client(address) as client:
         client.predict("net", b"1")
         client.predict("net", b"2")
-        forked_from = client._transport._http
+        forked_from = client._http
         monkeypatch.setattr("os.getpid", lambda: 0)
         client.predict("net", b"3")
         client.predict("net", b"4")
