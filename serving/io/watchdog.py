@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
-import logging
 import struct
 import termios
 import time
@@ -218,8 +217,6 @@ class Stalls(Generic[Key, Progress]):
 
 UNREAD_TIMEOUT_S = 150.0  # between two checks: a client that read nothing in between is disconnected
 
-logger = logging.getLogger(__name__)
-
 
 def untaken_bytes(transport: asyncio.WriteTransport) -> int | None:
     """Return the number of written bytes, in our buffer or the kernel's, that the client has not received.
@@ -244,30 +241,3 @@ def bytes_in_kernel(transport: asyncio.WriteTransport) -> int | None:
     except (OSError, ValueError):  # the socket has just been closed
         return None
     return int(in_kernel)
-
-
-class Unread(Stalls[None, T]):
-    """Watchdog that ends a connection whose client reads nothing for one to two times `UNREAD_TIMEOUT_S`.
-
-    Used on the event loop only.
-
-    Args:
-        held_back: returns None if no data waits for the client, otherwise a value that changes whenever the
-            client reads a byte.
-        give_up: ends the connection; is called with the last value of `held_back`.
-    """
-
-    __slots__ = ()
-
-    def __init__(self, held_back: Callable[[], T | None], give_up: Callable[[T], None]) -> None:
-        def waiting() -> dict[None, T]:
-            held = held_back()
-            return {} if held is None else {None: held}
-
-        def stalled(held: dict[None, T]) -> None:
-            logger.info(
-                "closed a connection whose client read nothing of its answer for %g s", UNREAD_TIMEOUT_S
-            )
-            give_up(held[None])
-
-        super().__init__(UNREAD_TIMEOUT_S, waiting, stalled)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import deque
 
 from torchere.serving.frontend.budgets import Budgets
+from torchere.serving.io import watchdog
 from torchere.serving.io.turn_writes import Buffer
-from torchere.serving.io.watchdog import Unread, bytes_in_kernel
 
 SLICE_BYTES = 65_536  # size of the parts in which a long answer is written over TLS
+
+logger = logging.getLogger(__name__)
 
 
 class UnreadAnswers:
@@ -42,7 +45,7 @@ class UnreadAnswers:
         self._bytes = 0  # of buffer and rest when the buffer got full; 0: it has room
         self._times_full = 0
         self._room: asyncio.Future[None] | None = None  # set when the full buffer has room again
-        self._watchdog = Unread(self._held_back, lambda _: transport.abort())
+        self._watchdog = watchdog.Stalls(watchdog.UNREAD_TIMEOUT_S, self._held_back, self._give_up)
 
     def begin(self, longest_bytes: int) -> str:
         """Count the bytes of a full buffer; return an error as `Budgets.flaw_of_answers`."""
@@ -99,8 +102,16 @@ class UnreadAnswers:
     def _rest_bytes(self) -> int:
         return sum(map(len, self._rest))
 
-    def _held_back(self) -> tuple[int, int] | None:
-        in_kernel = bytes_in_kernel(self._transport) if self._room is not None else None
+    def _held_back(self) -> dict[None, tuple[int, int]]:
+        """Return the progress of the client, for the watchdog; empty if no bytes wait for it, or unknown."""
+        in_kernel = watchdog.bytes_in_kernel(self._transport) if self._room is not None else None
         if in_kernel is None:
-            return None
-        return self._times_full, self._rest_bytes() + self._transport.get_write_buffer_size() + in_kernel
+            return {}
+        held_bytes = self._rest_bytes() + self._transport.get_write_buffer_size() + in_kernel
+        return {None: (self._times_full, held_bytes)}
+
+    def _give_up(self, stalled: object) -> None:
+        logger.info(
+            "closed a connection whose client read nothing of its answer for %g s", watchdog.UNREAD_TIMEOUT_S
+        )
+        self._transport.abort()
