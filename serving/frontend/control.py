@@ -388,7 +388,7 @@ def flag(values: Mapping[str, object], name: str, default: bool) -> bool:
 
 
 def registration(values: Mapping[str, object], default_executors: int) -> Wanted:
-    """Read the archive and its settings from query parameters or a JSON object.
+    """Read the archive and its settings from query parameters, a JSON object, or the fields of a message.
 
     Raises:
         InvalidRequest: `url` is missing, or a value has the wrong type.

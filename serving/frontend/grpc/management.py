@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from torchere.serving.config.model_settings import Asked
 from torchere.serving.errors import InvalidRequest
 from torchere.serving.frontend import description, wording
-from torchere.serving.frontend.control import ControlPlane
+from torchere.serving.frontend.control import ControlPlane, registration
 from torchere.serving.frontend.grpc.call import Call
 from torchere.serving.frontend.grpc.protos.management_pb2 import (
     DescribeModelRequest,
@@ -20,7 +19,6 @@ from torchere.serving.frontend.grpc.protos.management_pb2 import (
 )
 from torchere.serving.frontend.grpc.service import Implementation
 from torchere.serving.frontend.request_id import new_request_id
-from torchere.serving.registry.desired import Wanted
 from torchere.serving.types import InferRequest, ModelKey
 
 PAGE_SIZE = 100  # both the default and the maximum
@@ -64,23 +62,13 @@ class ManagementService:
     async def register(self, request: RegisterModelRequest, call: Call) -> ManagementResponse:
         """Register an archive."""
         self._controlplane.check_model_api()
-        if not request.url:
-            raise InvalidRequest("Parameter url is required.")
-        asked = Asked(
-            batch_size=_said(request.batch_size),
-            max_batch_delay_ms=_said(request.max_batch_delay),
-            executors=_said(request.initial_workers) or self._controlplane.default_executors,
-            response_timeout_s=_said(request.response_timeout),
-            startup_timeout_s=_said(request.startup_timeout),
-        )
-        wish = Wanted(
-            request.url,
-            asked,
-            name=request.model_name or None,
-            handler=request.handler or None,
-            runtime=request.runtime or None,
-            signs=request.s3_sse_kms,
-        )
+        # The fields have the names of REST's parameters. Unset fields and numbers below 0 are left out.
+        given = {
+            field.name: value
+            for field, value in request.ListFields()
+            if not (isinstance(value, int) and value < 0)
+        }
+        wish = registration(given, self._controlplane.default_executors)
         done = await self._controlplane.register(wish, synchronous=request.synchronous)
         return ManagementResponse(msg=wording.registered(done))
 
