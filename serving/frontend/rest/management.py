@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from http import HTTPStatus
 
@@ -18,6 +18,7 @@ from torchere.handlers.tensors.codec import NO_JSON
 from torchere.serving.access.identity import authorization_of
 from torchere.serving.access.keys import Keys
 from torchere.serving.config.bounded_yaml import read_yaml
+from torchere.serving.config.kinds import near
 from torchere.serving.errors import InvalidRequest, ServingError
 from torchere.serving.frontend import description, wording
 from torchere.serving.frontend.call_scope import sets
@@ -33,12 +34,7 @@ from torchere.serving.frontend.rest.answers import (
 )
 from torchere.serving.frontend.rest.bodies import read_parameters
 from torchere.serving.frontend.rest.codec import REQUEST_ID, request_headers, text_values
-from torchere.serving.frontend.rest.openapi import (
-    REGISTER,
-    SCALE,
-    ignored_parameters,
-    management_document,
-)
+from torchere.serving.frontend.rest.openapi import REGISTER, SCALE, Parameters, management_document
 from torchere.serving.logs.levels import LogLevelError, change_level, levels
 from torchere.serving.types import InferRequest, ModelKey
 
@@ -47,6 +43,9 @@ logger = logging.getLogger(__name__)
 _QUARANTINE = "/models/{model}/{version}/quarantine"  # below a version, because a version may have this name
 PAGE_SIZE = 100  # both the default and the maximum
 NEARLY_JSON_BYTES = 4096  # PyYAML reads about 100 KB a second
+_TOLD = 5  # ignored parameters that one line of the log names
+_OF_SIGNED_URL = re.compile("(?i:x-amz-|x-goog-|sig$|signature$)")  # S3, Google, Azure
+_ENCODE = "; encode the URL: curl -X POST -G --data-urlencode url=..., or send JSON"
 _NUMBERS = (
     *("batch_size", "initial_workers", "max_batch_delay", "max_worker", "min_worker"),
     *("response_timeout", "startup_timeout"),
@@ -67,9 +66,7 @@ def management_routes(controlplane: ControlPlane, max_request_bytes: int, *, is_
 
     async def register(request: Request) -> Response:
         controlplane.check_model_api()
-        values = await parameters_of(request, max_request_bytes, is_strict)
-        if ignored := ignored_parameters(values, REGISTER):
-            logger.warning("a registration ignores parameters that it does not know: %s", ignored)
+        values = await parameters_of(request, max_request_bytes, REGISTER, is_strict=is_strict)
         wish = registration(values, controlplane.default_executors)
         synchronous = flag(values, "synchronous", default=True)
         result = await controlplane.register(wish, synchronous=synchronous)
@@ -140,8 +137,7 @@ async def _scale(controlplane: ControlPlane, is_strict: bool, request: Request) 
     """Change how many executors a version has."""
     query = text_values(request.scope["query_string"])
     model, version = _named(request)
-    if ignored := ignored_parameters(query, (*SCALE, ("model_version", "string"))):
-        logger.warning("scaling %s ignores parameters that it does not know: %s", shown(model), ignored)
+    warn_of_ignored(f"scaling {shown(model)}", query, (*SCALE, ("model_version", "string")))
     version = version or query.get("model_version") or None
     numbers = as_torchserve_reads(query) if is_strict else query
     min_executors = integer(numbers, "min_worker")
@@ -168,16 +164,26 @@ def _key(request: Request) -> ModelKey:
     return ModelKey(request.path_params["model"], request.path_params["version"])
 
 
-async def parameters_of(request: Request, max_bytes: int, is_strict: bool = False) -> dict[str, object]:
-    """Return the parameters of a registration, from a JSON body or else from the query.
+async def parameters_of(
+    request: Request, max_bytes: int, known: Parameters, *, is_strict: bool = False
+) -> Mapping[str, object]:
+    """Return the parameters of a registration, from a JSON body or else from the query; log unknown ones.
 
     Raises:
         InvalidRequest: the body is not a JSON object.
     """
     content_type = request.headers.get("content-type", "")
-    if content_type.partition(";")[0].strip().lower() != "application/json":
+    values: Mapping[str, object]
+    if content_type.partition(";")[0].strip().lower() == "application/json":
+        values = await _json_parameters(request, max_bytes)
+    else:
         query = text_values(request.scope["query_string"])
-        return {**(as_torchserve_reads(query) if is_strict else query)}
+        values = as_torchserve_reads(query) if is_strict else query
+    warn_of_ignored("a registration", values, known)
+    return values
+
+
+async def _json_parameters(request: Request, max_bytes: int) -> dict[str, object]:
     body = await read_parameters(request, max_bytes)
     try:
         return msgspec.json.decode(body, type=dict[str, object])
@@ -217,6 +223,28 @@ def _nearly_json(body: bytes) -> dict[str, object] | None:
         return None
     is_plain = isinstance(found, dict) and all(isinstance(name, str) for name in found)
     return found if is_plain else None
+
+
+def warn_of_ignored(call: str, given: Iterable[str], known: Parameters) -> None:
+    """Log the names that are not among the known parameters of a call, in a line of bounded length.
+
+    A URL whose `&` is not encoded ends there, and the rest of its query comes as further parameters.
+    """
+    names = [name for name, _ in known]
+    # Without a value that came into the name by an encoded "=": it may be a signature.
+    ignored = [name.partition("=")[0] for name in given if name not in names]
+    if not ignored:
+        return
+    told = [_with_nearest(name, names) for name in ignored[:_TOLD]]
+    if len(ignored) > _TOLD:
+        told.append(f"{len(ignored) - _TOLD} more")
+    advice = _ENCODE if any(_OF_SIGNED_URL.match(name) for name in ignored) else ""
+    logger.warning("%s ignores parameters that it does not know: %s%s", call, ", ".join(told), advice)
+
+
+def _with_nearest(name: str, known: Sequence[str]) -> str:
+    meant = near(name[:80], known)  # comparing long names takes long
+    return f"{shown(name)} ({meant})" if meant else shown(name)
 
 
 def page_of(query: Mapping[str, str]) -> tuple[int, int]:

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
 
-from torchere.handlers.tensors import shown
 from torchere.handlers.tensors.codec import NO_JSON
-from torchere.serving.config.kinds import near
 from torchere.serving.errors import InvalidRequest
 from torchere.serving.frontend.authorisation import Surfaces
 
 Document = dict[str, Any]
-
-_TOLD = 5  # ignored parameters that one line of the log names
-_OF_SIGNED_URL = re.compile("(?i:x-amz-|x-goog-|sig$|signature$)")  # S3, Google, Azure
-_ENCODE = "; encode the URL: curl -X POST -G --data-urlencode url=..., or send JSON"
+Parameters = tuple[tuple[str, str], ...]  # of a query: name, JSON type
 
 TITLE = "TorchServe APIs"  # clients and gateways identify the API by it
 DESCRIPTION = "TorchServe is a flexible and easy to use tool for serving deep learning models"
@@ -63,7 +57,7 @@ class Operation(NamedTuple):
     operation_id: str
     summary: str
     statuses: tuple[int, ...] = (200, 500)
-    query: tuple[tuple[str, str], ...] = ()  # name, JSON type
+    query: Parameters = ()
     has_body: bool = False
 
 
@@ -76,8 +70,8 @@ _PREDICT = (200, 400, 404, 500, 503, 504)
 _SCALED = (200, 202, 206, 400, 404, 500)
 _REGISTERED = (200, 202, 206, 400, 404, 405, 409, 500)
 _UNREGISTERED = (200, 403, 404, 405, 408)
-SCALE = (("min_worker", "integer"), ("max_worker", "integer"), ("synchronous", "boolean"))
-REGISTER = (
+SCALE: Parameters = (("min_worker", "integer"), ("max_worker", "integer"), ("synchronous", "boolean"))
+REGISTER: Parameters = (
     ("url", "string"),
     ("model_name", "string"),
     ("handler", "string"),
@@ -138,7 +132,7 @@ MANAGEMENT = (
 
 _ASK = (200, 400, 404, 413, 415, 500, 503, 504)
 _WORKFLOW = "/workflows/{workflow_name}"
-REGISTER_WORKFLOW = (
+REGISTER_WORKFLOW: Parameters = (
     ("url", "string"),
     ("workflow_name", "string"),
     ("response_timeout", "integer"),
@@ -208,25 +202,6 @@ _REPOSITORY = (
     _post("/v2/repository/models/{model_name}/load", "v2_load", "Load a model", _LOADED),
     Operation("/v2/repository/models/{model_name}/unload", "post", "v2_unload", "Unload a model", _LOADED),
 )
-
-
-def ignored_parameters(given: Iterable[str], known: Iterable[tuple[str, str]]) -> str:
-    """Return a text of bounded length about the names that are not among the known parameters; "" for none.
-
-    A URL whose `&` is not encoded ends there, and the rest of its query comes as further parameters.
-    """
-    names = [name for name, _ in known]
-    # Without a value that came into the name by an encoded "=": it may be a signature.
-    ignored = [name.partition("=")[0] for name in given if name not in names]
-    told = [_with_nearest(name, names) for name in ignored[:_TOLD]]
-    more = [f"{len(ignored) - _TOLD} more"] if len(ignored) > _TOLD else []
-    is_url = any(_OF_SIGNED_URL.match(name) for name in ignored)
-    return ", ".join([*told, *more]) + (_ENCODE if is_url else "")
-
-
-def _with_nearest(name: str, known: Sequence[str]) -> str:
-    meant = near(name[:80], known)  # comparing long names takes long
-    return f"{shown(name)} ({meant})" if meant else shown(name)
 
 
 def listener_document(surfaces: Surfaces, server_version: str, *, open_inference: bool = False) -> Document:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import Coroutine
 from functools import partial
@@ -41,12 +40,10 @@ from torchere.serving.frontend.rest.codec import (
 )
 from torchere.serving.frontend.rest.exchange import status_of
 from torchere.serving.frontend.rest.management import page_of, parameters_of
-from torchere.serving.frontend.rest.openapi import REGISTER_WORKFLOW, ignored_parameters
+from torchere.serving.frontend.rest.openapi import REGISTER_WORKFLOW
 from torchere.serving.frontend.services import Services
 from torchere.serving.frontend.workflows import WorkflowPlane
 from torchere.serving.types import NO_DEADLINE, InferRequest, InferResponse
-
-logger = logging.getLogger(__name__)
 
 
 def workflow_routes(workflows: WorkflowPlane, max_request_bytes: int) -> list[Route]:
@@ -58,9 +55,7 @@ def workflow_routes(workflows: WorkflowPlane, max_request_bytes: int) -> list[Ro
 
     async def register(request: Request) -> Response:
         workflows.check_model_api()
-        values = await parameters_of(request, max_request_bytes)
-        if ignored := ignored_parameters(values, REGISTER_WORKFLOW):
-            logger.warning("a registration ignores parameters that it does not know: %s", ignored)
+        values = await parameters_of(request, max_request_bytes, REGISTER_WORKFLOW)
         if values.get("url") is None:
             raise InvalidRequest("Parameter url is required.")
         wanted = SnapshotWorkflow(
