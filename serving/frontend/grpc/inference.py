@@ -12,7 +12,6 @@ from torchere.serving.batching.stateful import SEQUENCE_ID
 from torchere.serving.errors import InvalidRequest, ServingError
 from torchere.serving.frontend import wording
 from torchere.serving.frontend.dataplane import DataPlane
-from torchere.serving.frontend.description import pretty
 from torchere.serving.frontend.grpc.call import Asked, Call, GrpcPrediction
 from torchere.serving.frontend.grpc.errors import INFERENCE, failure
 from torchere.serving.frontend.grpc.protos.inference_pb2 import (
@@ -26,6 +25,7 @@ from torchere.serving.frontend.open_inference.tensor_request import MAX_NAME_LEN
 from torchere.serving.frontend.priority import prioritised
 from torchere.serving.frontend.refusals import check_refusal
 from torchere.serving.frontend.request_id import new_request_id
+from torchere.serving.frontend.wording import pretty
 from torchere.serving.logs.trace_context import trace_headers
 from torchere.serving.types import InferRequest, InferResponse, Parameter, StreamedResponse
 

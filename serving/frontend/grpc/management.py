@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from torchere.serving.errors import InvalidRequest
-from torchere.serving.frontend import description, wording
+from torchere.serving.frontend import wording
 from torchere.serving.frontend.control import ControlPlane, registration
 from torchere.serving.frontend.grpc.call import Call
 from torchere.serving.frontend.grpc.protos.management_pb2 import (
@@ -49,15 +49,15 @@ class ManagementService:
             described, answer = await self._controlplane.describe_customized(
                 request.model_name, version, wish
             )
-            return ManagementResponse(msg=description.customized_text(described, answer))
+            return ManagementResponse(msg=wording.customized_text(described, answer))
         versions = self._controlplane.describe(request.model_name, version)
-        return ManagementResponse(msg=description.versions_text(versions))
+        return ManagementResponse(msg=wording.versions_text(versions))
 
     def list_models(self, request: ListModelsRequest, call: Call) -> ManagementResponse:
         """Return the JSON of REST's list; an unset limit means a full page (in TorchServe, an empty one)."""
         limit = request.limit if 0 < request.limit <= PAGE_SIZE else PAGE_SIZE
         page = self._controlplane.list_models(limit, max(0, request.next_page_token))
-        return ManagementResponse(msg=description.page_text(page))
+        return ManagementResponse(msg=wording.page_text(page))
 
     async def register(self, request: RegisterModelRequest, call: Call) -> ManagementResponse:
         """Register an archive."""

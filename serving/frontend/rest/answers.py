@@ -12,9 +12,9 @@ from starlette.types import Receive, Scope, Send
 
 from torchere.serving.errors import NotAllowed
 from torchere.serving.frontend import wording
-from torchere.serving.frontend.description import pretty
 from torchere.serving.frontend.rest.codec import text_headers
 from torchere.serving.frontend.rest.wire import JSON, RawHeaders, checked_status, handler_headers
+from torchere.serving.frontend.wording import pretty
 from torchere.serving.types import InferResponse
 
 Endpoint: TypeAlias = Callable[[Request], Awaitable[Response]]

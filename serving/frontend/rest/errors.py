@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from torchere.serving import errors as e
 from torchere.serving.frontend.call_scope import CLIENT_GONE
-from torchere.serving.frontend.description import pretty
+from torchere.serving.frontend.wording import pretty
 
 
 class LastWords(NamedTuple):

@@ -20,10 +20,9 @@ from torchere.serving.access.keys import Keys
 from torchere.serving.config.bounded_yaml import read_yaml
 from torchere.serving.config.kinds import near
 from torchere.serving.errors import InvalidRequest, ServingError
-from torchere.serving.frontend import description, wording
+from torchere.serving.frontend import wording
 from torchere.serving.frontend.call_scope import sets
 from torchere.serving.frontend.control import ControlPlane, Progress, flag, integer, registration
-from torchere.serving.frontend.description import pretty
 from torchere.serving.frontend.rest.answers import (
     ANY_METHOD,
     handler_answer,
@@ -35,6 +34,7 @@ from torchere.serving.frontend.rest.answers import (
 from torchere.serving.frontend.rest.bodies import read_parameters
 from torchere.serving.frontend.rest.codec import REQUEST_ID, request_headers, text_values
 from torchere.serving.frontend.rest.openapi import REGISTER, SCALE, Parameters, management_document
+from torchere.serving.frontend.wording import pretty
 from torchere.serving.logs.levels import LogLevelError, change_level, levels
 from torchere.serving.types import InferRequest, ModelKey
 
@@ -62,7 +62,7 @@ def management_routes(controlplane: ControlPlane, max_request_bytes: int, *, is_
 
     async def page(request: Request) -> Response:
         query = text_values(request.scope["query_string"])
-        return json_answer(description.page_text(controlplane.list_models(*page_of(query))))
+        return json_answer(wording.page_text(controlplane.list_models(*page_of(query))))
 
     async def register(request: Request) -> Response:
         controlplane.check_model_api()
@@ -80,11 +80,11 @@ def management_routes(controlplane: ControlPlane, max_request_bytes: int, *, is_
     async def describe_api(request: Request) -> Response:
         model, version = _named(request)
         controlplane.describe(model, version)
-        return json_answer(description.pretty(management_document(model)))
+        return json_answer(pretty(management_document(model)))
 
     async def kserve_ready(request: Request) -> Response:
         model, _ = _named(request)
-        return json_answer(description.pretty({"name": model, "ready": controlplane.has_executors(model)}))
+        return json_answer(pretty({"name": model, "ready": controlplane.has_executors(model)}))
 
     # The framework takes the first match, so routes with exact methods come first.
     found = [route("/models", page, ["GET"]), route("/models", register, ["POST"])]
@@ -107,7 +107,7 @@ def _routes_of_versions(controlplane: ControlPlane) -> list[Route]:
         return status_answer(wording.default_set(key))
 
     async def quarantined(request: Request) -> Response:
-        return json_answer(description.quarantine_text(controlplane.quarantined(*_key(request))))
+        return json_answer(wording.quarantine_text(controlplane.quarantined(*_key(request))))
 
     async def lift_quarantine(request: Request) -> Response:
         key = _key(request)
@@ -127,10 +127,10 @@ async def _describe(controlplane: ControlPlane, request: Request) -> Response:
     model, version = _named(request)
     query = text_values(request.scope["query_string"])
     if not flag(query, "customized", default=False) or version == "all":
-        return json_answer(description.versions_text(controlplane.describe(model, version)))
+        return json_answer(wording.versions_text(controlplane.describe(model, version)))
     wish = InferRequest(request.scope[REQUEST_ID], (), request_headers(request.scope))
     described, response = await controlplane.describe_customized(model, version, wish)
-    return handler_answer(response, description.customized_text(described, response).encode() + b"\n")
+    return handler_answer(response, wording.customized_text(described, response).encode() + b"\n")
 
 
 async def _scale(controlplane: ControlPlane, is_strict: bool, request: Request) -> Response:

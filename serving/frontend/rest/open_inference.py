@@ -15,13 +15,13 @@ from torchere.handlers.tensors.codec import NO_JSON
 from torchere.serving.errors import InvalidRequest, NotFound, ServingError
 from torchere.serving.frontend.control import ControlPlane
 from torchere.serving.frontend.dataplane import DataPlane
-from torchere.serving.frontend.description import pretty
 from torchere.serving.frontend.model_facts import ModelFacts
 from torchere.serving.frontend.open_inference import metadata
 from torchere.serving.frontend.open_inference.repository import Repository
 from torchere.serving.frontend.rest.answers import ANY_METHOD, READ, Endpoint, json_answer, raw_answer, route
 from torchere.serving.frontend.rest.bodies import read_parameters
 from torchere.serving.frontend.rest.wire import protocol_error
+from torchere.serving.frontend.wording import pretty
 
 # Endpoints of Triton below `/v2/` that this server lacks, with the text of the 404 response.
 _ABSENT = {

@@ -16,7 +16,6 @@ from torchere.serving.frontend import wording
 from torchere.serving.frontend.authorisation import Surfaces
 from torchere.serving.frontend.control import ControlPlane
 from torchere.serving.frontend.dataplane import DataPlane, Readiness
-from torchere.serving.frontend.description import pretty
 from torchere.serving.frontend.rest.answers import (
     ANY_METHOD,
     READ,
@@ -43,6 +42,7 @@ from torchere.serving.frontend.rest.targets import prediction_target
 from torchere.serving.frontend.rest.wire import accepts_gzip, deflate
 from torchere.serving.frontend.rest.workflows import workflow_predictions, workflow_routes
 from torchere.serving.frontend.services import Services
+from torchere.serving.frontend.wording import pretty
 from torchere.serving.telemetry import exposition as openmetrics_format
 from torchere.serving.telemetry.declared import LEGACY_METRICS
 from torchere.serving.telemetry.exposition import wants_openmetrics

@@ -14,7 +14,6 @@ import msgspec
 from torchere.serving.config.server_settings import ServerSettings
 from torchere.serving.errors import HandlerFailed, InvalidRequest, ServingError
 from torchere.serving.frontend.budgets import GZIP_BITS, inflated, inflated_if_short
-from torchere.serving.frontend.description import pretty
 from torchere.serving.frontend.known_heads import Known
 from torchere.serving.frontend.rest.errors import (
     InflatesTooFar,
@@ -22,6 +21,7 @@ from torchere.serving.frontend.rest.errors import (
     error_members,
     status_and_type,
 )
+from torchere.serving.frontend.wording import pretty
 from torchere.serving.types import InferResponse
 
 RawHeaders = list[tuple[bytes, bytes]]

@@ -19,7 +19,6 @@ from torchere.serving.errors import Cancelled, InvalidRequest
 from torchere.serving.frontend import wording
 from torchere.serving.frontend.call_scope import CallScope, current_call
 from torchere.serving.frontend.control import flag, integer, text
-from torchere.serving.frontend.description import page_text, workflow_text
 from torchere.serving.frontend.priority import prioritised
 from torchere.serving.frontend.rest.answers import (
     ANY_METHOD,
@@ -42,6 +41,7 @@ from torchere.serving.frontend.rest.exchange import status_of
 from torchere.serving.frontend.rest.management import page_of, parameters_of
 from torchere.serving.frontend.rest.openapi import REGISTER_WORKFLOW
 from torchere.serving.frontend.services import Services
+from torchere.serving.frontend.wording import page_text, workflow_text
 from torchere.serving.frontend.workflows import WorkflowPlane
 from torchere.serving.types import NO_DEADLINE, InferRequest, InferResponse
 

@@ -19,8 +19,8 @@ from torchere.serving.errors import (
     VersionNotFound,
 )
 from torchere.serving.frontend.control import Progress, Registered
-from torchere.serving.frontend.description import MAX_METADATA_BYTES
 from torchere.serving.frontend.rest.server import listener_of
+from torchere.serving.frontend.wording import MAX_METADATA_BYTES
 from torchere.serving.frontend.workflows import Page
 from torchere.serving.registry.desired import Wanted
 from torchere.serving.types import InferResponse, ModelKey
