@@ -6,7 +6,7 @@ import asyncio
 import socket
 import ssl
 from collections.abc import AsyncIterator, Iterable, Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -102,13 +102,21 @@ class GrpcServer:
         Raises:
             OSError: the address can't be bound.
         """
-        self._servers = await self._bound()
+        context, listener = _tls(self._services), self._listener
+        sockets = await bound_sockets(self.address, _BACKLOG)
         if self.address.unix_path is None:
-            listening = [each for server in self._servers for each in server.sockets]
-            for each in listening:  # connections inherit it; detects clients that vanished
+            for each in sockets:  # connections inherit it; detects clients that vanished
                 each.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            port = listening[0].getsockname()[1]
+            port = sockets[0].getsockname()[1]
             self.address = Address(self.address.host, port, tls=self.address.tls)
+        connected = partial(Connection, listener)
+        if context is not None:
+            self._servers = [TlsServer(sockets, context, self._limit, listener.connections, connected)]
+        else:
+            loop = asyncio.get_running_loop()
+            self._servers = [
+                await loop.create_server(connected, sock=each, backlog=_BACKLOG) for each in sockets
+            ]
         return self.address
 
     async def stop(self, grace_s: float) -> None:
@@ -126,21 +134,6 @@ class GrpcServer:
             await asyncio.wait(self._tasks, timeout=_ENDING_S)
         if self.address.unix_path is not None:
             Path(self.address.unix_path).unlink(missing_ok=True)
-
-    async def _bound(self) -> Sequence[asyncio.Server | TlsServer]:
-        loop, listener, address = asyncio.get_running_loop(), self._listener, self.address
-        context = _tls(self._services)
-
-        def connected() -> Connection:
-            return Connection(listener)
-
-        if context is None and address.unix_path is not None:
-            Path(address.unix_path).unlink(missing_ok=True)  # a killed server may have left it
-            return [await loop.create_unix_server(connected, address.unix_path, backlog=_BACKLOG)]
-        sockets = await bound_sockets(address, _BACKLOG)
-        if context is not None:
-            return [TlsServer(sockets, context, self._limit, listener.connections, connected)]
-        return [await loop.create_server(connected, sock=each, backlog=_BACKLOG) for each in sockets]
 
 
 def inference_server(

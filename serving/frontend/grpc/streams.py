@@ -42,7 +42,7 @@ class TaskCall(Call):
         self._scope: CallScope | None = None
         self.task: asyncio.Task[None] | None = None
 
-    def run(self, request: Any) -> None:
+    def begin(self, request: Any) -> None:
         """Start the task."""
         self.task = asyncio.get_running_loop().create_task(self._run(request))
         self.method.tasks.add(self.task)
@@ -98,14 +98,10 @@ class TaskCall(Call):
         return None if self._scope is None else self._scope.request
 
 
-class UnaryTaskCall(UnaryCall, TaskCall):
+class UnaryTaskCall(TaskCall, UnaryCall):
     """A call with one request message, answered by a task."""
 
     __slots__ = ()
-
-    def begin(self, request: Any) -> None:
-        """Start the task."""
-        self.run(request)
 
 
 class StreamTaskCall(TaskCall):
@@ -121,7 +117,7 @@ class StreamTaskCall(TaskCall):
         self._wanted: asyncio.Future[None] | None = None
         self._half_closed = False
         self._stops = False  # shutdown: the call ends when it would wait for a message
-        self.run(self._requests())
+        self.begin(self._requests())
 
     def on_message(self, message: Received | Compressed) -> None:
         """Queue a message; pause the stream while the queue is full."""
