@@ -118,7 +118,7 @@ class Server:
         )
         self._observe()
         if certificates is not None:
-            self._metrics.process.watch_certificate(lambda: certificates.pair.expires_at_s)
+            self._metrics.process.watch_certificate(lambda: certificates.value.expires_at_s)
         controlplane = self._controlplane = ControlPlane(self._registry, self._dataplane, settings)
         self._metrics.watch_budgets(lambda: budgets.held_bytes, budgets.refused)
         if client_limits is not None:

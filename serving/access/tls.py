@@ -74,11 +74,6 @@ class Certificates(Reloaded[KeyPair]):
     def __init__(self, files: TlsFiles) -> None:
         super().__init__("The TLS certificate", files.all, lambda: read_pair(files))
 
-    @property
-    def pair(self) -> KeyPair:
-        """The key pair for new handshakes."""
-        return self.value
-
     def server_context(self, *, http2: bool = False) -> ssl.SSLContext:
         """Return a context for `loop.create_server`; each handshake uses the current key pair."""
         context = _CurrentContext(ssl.PROTOCOL_TLS_SERVER)
@@ -117,7 +112,7 @@ class _CurrentContext(ssl.SSLContext):
 
     def wrap_bio(self, *arguments: Any, **options: Any) -> ssl.SSLObject:
         """Start TLS on one connection; the only method that asyncio and uvloop call."""
-        pair = self.certificates.pair
+        pair = self.certificates.value
         context = pair.http2_context if self.http2 else pair.context
         return context.wrap_bio(*arguments, **options)
 

@@ -43,8 +43,8 @@ CONNECTIONS, WATCHES, FLOOD = "connections", "watches", "flood"
 INLINE_BYTES = 1024  # compressed
 # The content takes longer than inflating it: 4 KB of inputs for a model take 3 ms to translate.
 INLINE_INFLATED_BYTES = 4096
-# Window bits of zlib: 15 for a zlib stream, 15 + 16 for a gzip stream.
 GZIP_BITS = 31
+WINDOW_BITS = {"gzip": GZIP_BITS, "deflate": 15}  # of zlib: 15 in its own frame, 15 + 16 in that of gzip
 # Members of a gzip body. zlib copies the input after the end of a member, with the GIL held. So all members
 # except the first get at most `_MEMBER_BYTES` of input at a time.
 MAX_MEMBERS = 4096

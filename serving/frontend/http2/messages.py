@@ -7,11 +7,10 @@ from collections.abc import Sequence
 from enum import IntEnum
 
 from torchere.serving.frontend.alignment import room_before
-from torchere.serving.frontend.budgets import GZIP_BITS, INLINE_INFLATED_BYTES, inflated, inflated_if_short
+from torchere.serving.frontend.budgets import INLINE_INFLATED_BYTES, WINDOW_BITS, inflated, inflated_if_short
 
 PREFIX_BYTES = 5
 SPLIT_AT_ONCE = 16  # messages; each takes hundreds of bytes of memory, even if it is empty
-_WINDOW_BITS = {"gzip": GZIP_BITS, "deflate": 15}
 
 Received = bytes | memoryview
 
@@ -71,7 +70,7 @@ class Compressed:
         """
         if self._limit_bytes <= INLINE_INFLATED_BYTES:
             return self.inflated()
-        bits = _WINDOW_BITS.get(self._encoding)
+        bits = WINDOW_BITS.get(self._encoding)
         return None if bits is None else inflated_if_short(self._message, bits)
 
     def inflated(self) -> bytes:
@@ -81,7 +80,7 @@ class Compressed:
             MessageFailed: the message is longer than the limit, malformed, or has an unknown encoding. The
                 error's traceback references no bytes of the message, so keeping the error does not keep them.
         """
-        bits = _WINDOW_BITS.get(self._encoding)
+        bits = WINDOW_BITS.get(self._encoding)
         if bits is None:
             raise MessageFailed(
                 StatusCode.INTERNAL if self._encoding == "identity" else StatusCode.UNIMPLEMENTED,

@@ -21,10 +21,8 @@ from torchere.serving.frontend.rest.codec import FORMS, media_type, text_headers
 from torchere.serving.frontend.rest.errors import UNKNOWN_TRANSFER_CODING, BadMessage
 from torchere.serving.frontend.rest.page import wants_page
 from torchere.serving.frontend.rest.targets import Pairs, Target, prediction_target
-from torchere.serving.frontend.rest.wire import Wire, read_wire
+from torchere.serving.frontend.rest.wire import RawHeaders, Wire, read_wire
 from torchere.serving.logs.trace_context import trace_of_headers
-
-RawHeaders = list[tuple[bytes, bytes]]
 
 HEAD_END = b"\r\n\r\n"
 MAX_REQUEST_LINE_BYTES = 4096  # TorchServe's limits; the parser itself has none

@@ -13,7 +13,7 @@ import msgspec
 
 from torchere.serving.config.server_settings import ServerSettings
 from torchere.serving.errors import HandlerFailed, InvalidRequest, ServingError
-from torchere.serving.frontend.budgets import GZIP_BITS, inflated, inflated_if_short
+from torchere.serving.frontend.budgets import WINDOW_BITS, inflated, inflated_if_short
 from torchere.serving.frontend.known_heads import Known
 from torchere.serving.frontend.rest.errors import (
     InflatesTooFar,
@@ -148,7 +148,6 @@ Coding: TypeAlias = Literal["gzip", "deflate"]
 
 KNOWN = "gzip, deflate"
 _CODINGS: dict[str, Coding] = {"gzip": "gzip", "x-gzip": "gzip", "deflate": "deflate"}
-_WINDOW: dict[Coding, int] = {"gzip": GZIP_BITS, "deflate": 15}  # zlib's wbits; 15: inside zlib's own frame
 _BARE = -15  # raw deflate without zlib's frame, as some clients send it (RFC 9110, 8.4.1.2)
 _LEVEL = 1  # higher levels hardly shrink tensors more, and take several times as long
 # zlib releases the GIL. Above this size the loop would be blocked for longer than a thread costs.
@@ -207,7 +206,7 @@ def inflate(body: bytes | memoryview, coding: Coding, max_bytes: int) -> bytes:
         InvalidRequest: the body is malformed.
     """
     try:
-        return _inflate(body, _WINDOW[coding], max_bytes)
+        return _inflate(body, WINDOW_BITS[coding], max_bytes)
     except zlib.error as err:
         if coding == "deflate":
             try:
@@ -219,12 +218,12 @@ def inflate(body: bytes | memoryview, coding: Coding, max_bytes: int) -> bytes:
 
 def inflate_if_short(body: bytes | memoryview, coding: Coding) -> bytes | None:
     """Decompress a body that is short in both forms; None: call `inflate`, in a thread."""
-    return inflated_if_short(body, _WINDOW[coding])
+    return inflated_if_short(body, WINDOW_BITS[coding])
 
 
 def deflate(body: bytes, coding: Coding) -> bytes:
     """Compress a body."""
-    packer = zlib.compressobj(_LEVEL, wbits=_WINDOW[coding])
+    packer = zlib.compressobj(_LEVEL, wbits=WINDOW_BITS[coding])
     return packer.compress(body) + packer.flush()
 
 

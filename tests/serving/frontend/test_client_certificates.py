@@ -294,10 +294,10 @@ def test_new_cas_count_for_new_connections(planes, files, made):
     ca.write_bytes(made.ca.read_bytes())
     certificates = Certificates(dataclasses.replace(files.tls, client_ca=ca))
     ca.write_bytes(made.ca.with_name("other-ca.pem").read_bytes())
-    before = certificates.pair
+    before = certificates.value
     certificates.refresh()
-    (issuer,) = certificates.pair.context.get_ca_certs()
-    assert certificates.pair is not before
+    (issuer,) = certificates.value.context.get_ca_certs()
+    assert certificates.value is not before
     assert issuer["subject"] == ((("commonName", "other-ca"),),)
 
 

@@ -418,10 +418,10 @@ def test_the_expiry_is_that_of_the_pair_in_force(files, pairs):
     certificates = Certificates(files)
     write(files, renewed[0], pairs["first"][1])  # the key does not belong to it
     certificates.refresh()
-    assert certificates.pair.expires_at_s == before.timestamp()
+    assert certificates.value.expires_at_s == before.timestamp()
     write(files, *renewed)
     certificates.refresh()
-    assert certificates.pair.expires_at_s == (before + datetime.timedelta(days=90)).timestamp()
+    assert certificates.value.expires_at_s == (before + datetime.timedelta(days=90)).timestamp()
 
 
 def test_a_certificate_whose_expiry_can_not_be_told_serves_all_the_same(files, caplog):
@@ -429,12 +429,12 @@ def test_a_certificate_whose_expiry_can_not_be_told_serves_all_the_same(files, c
     files.certificate.write_text(
         text.replace("BEGIN CERT", "BEGIN X509 CERT").replace("END CERT", "END X509 CERT")
     )
-    assert Certificates(files).pair.expires_at_s is None
+    assert Certificates(files).value.expires_at_s is None
     assert "the expiry of the certificate can't be told" in caplog.text
 
 
 def test_no_message_and_no_representation_holds_the_key(files, pairs):
-    pair = Certificates(files).pair
+    pair = Certificates(files).value
     assert pairs["first"][1].decode().splitlines()[1] not in repr(pair)
 
 

@@ -270,26 +270,6 @@ def test_a_client_of_http_1_0_is_not_told_to_go_on(planes):
     assert asyncio.run(main()).startswith(b"HTTP/1.1 200 OK")
 
 
-def test_a_streamed_answer_is_one_http_chunk_a_part(planes):
-    async def parts():
-        for part in (b"part0 ", b"part1 ", b"end"):
-            yield part
-
-    async def behave(request):
-        return StreamedResponse(InferResponse(b""), parts())
-
-    planes.data.behave = behave
-
-    async def main():
-        async with serving(planes) as (talk, _):
-            return await talk(request())
-
-    _, headers, body = split(asyncio.run(main()))
-    assert b"transfer-encoding: chunked" in headers
-    assert b"ts_stream_next: true" in headers
-    assert body == b"6\r\npart0 \r\n6\r\npart1 \r\n3\r\nend\r\n0\r\n\r\n"
-
-
 def test_a_client_that_goes_away_withdraws_its_request(planes):
     async def main():
         waiting, withdrawn = asyncio.Event(), asyncio.Event()
