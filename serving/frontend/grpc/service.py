@@ -15,14 +15,14 @@ from google.protobuf.message_factory import GetMessageClass
 from torchere.serving.access.client_limits import ClientLimits
 from torchere.serving.access.identity import Role, address_of, authorization_of, is_from_this_machine
 from torchere.serving.access.keys import Keys
-from torchere.serving.errors import ServingError, TooManyRequests, Unauthorized
+from torchere.serving.errors import TooManyRequests, Unauthorized
 from torchere.serving.frontend.authorisation import API_KEY, HEALTH_ROUTES, grpc_actions, grpc_rows
 from torchere.serving.frontend.budgets import KEY_FREE_MESSAGE_BYTES
-from torchere.serving.frontend.call_scope import current_call
 from torchere.serving.frontend.grpc.call import Call, FunctionCall, Method, UnaryCall
 from torchere.serving.frontend.grpc.errors import MANAGEMENT, Table, failure
 from torchere.serving.frontend.grpc.fields import counted
 from torchere.serving.frontend.grpc.streams import (
+    Answerer,
     Streaming,
     StreamTaskCall,
     UnaryTaskCall,
@@ -41,7 +41,6 @@ _UNMANAGED = (
     "Models are not changed over this address without authorization. Switch tokens on, name client_ca_file, "
     "or set insecure_management=true."
 )
-_CANCELLED = StatusCode.CANCELLED.name
 _NOT_POST, _NOT_GRPC = 405, 415
 _GRPC = "application/grpc"
 MAX_LOGGED_PATH = 200  # characters of the path of a refused call, whose method may not exist
@@ -126,7 +125,7 @@ def _opener(
     )
     implementation = coded.implementation
     if f"/{method.path}" in _ACTIONS:
-        return partial(ChangingCall, waiting_answer(audited(cast("Waiting", implementation))), method)
+        return partial(ChangingCall, waiting_answer(implementation), method)
     return opener(
         implementation,
         method,
@@ -257,38 +256,30 @@ def audit(
 class ChangingCall(UnaryTaskCall):
     """A call that changes models; it is audited even if the server ends it before its message is decoded."""
 
-    __slots__ = ("ended_as",)  # the status code with which the server ended it: at its deadline or shutdown
+    __slots__ = ("_code", "_named")
+
+    def __init__(self, answer: Answerer, method: Method, stream: Stream) -> None:
+        super().__init__(answer, method, stream)
+        self._code = StatusCode.OK
+        self._named = ("", "")  # model and version, as the message names them
+
+    def begin(self, request: Any) -> None:
+        """Start the task."""
+        self._named = str(getattr(request, "model_name", "")), str(getattr(request, "model_version", ""))
+        super().begin(request)
 
     def _end_with(self, code: StatusCode, message: str, details: bytes = b"") -> None:
-        if self.task is None:  # otherwise `audited` writes the line
+        self._code = code
+        if self.task is None:
             audit(self.stream, code.name)
-        self.ended_as = code.name
         super()._end_with(code, message, details)
 
-
-def audited(implementation: Waiting) -> Waiting:
-    """Return a method that writes each of its calls to the audit log when it ends."""
-
-    async def answer(request: Any, call: Call) -> Any:
-        code = _CANCELLED
-        try:
-            answered = await implementation(request, call)
-            code = "OK"
-            return answered
-        except ServingError as error:
-            code = call.method.code_of(error)
-            raise
-        except Exception:
-            code = StatusCode.INTERNAL.name
-            raise
-        except asyncio.CancelledError:
-            code = getattr(call, "ended_as", _CANCELLED)
-            raise
-        finally:
-            scope = current_call()
-            named = str(getattr(request, "model_name", "")), str(getattr(request, "model_version", ""))
-            has_changed = scope is not None and scope.has_changed
-            named = named if scope is None or not scope.managed[0] else scope.managed
-            audit(call.stream, code, named, has_changed=has_changed)
-
-    return answer
+    def _done(self, task: asyncio.Task[None]) -> None:
+        super()._done(task)
+        is_cancelled = task.cancelled() and self._code is StatusCode.OK  # else the server has ended the call
+        named, has_changed = self._named, False
+        if self._scope is not None:
+            has_changed = self._scope.has_changed
+            named = self._scope.managed if self._scope.managed[0] else named
+        code = StatusCode.CANCELLED if is_cancelled else self._code
+        audit(self.stream, code.name, named, has_changed=has_changed)
