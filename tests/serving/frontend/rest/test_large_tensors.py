@@ -131,14 +131,3 @@ def test_a_client_that_leaves_in_the_middle_of_its_body_disturbs_nobody(run, pla
 
     assert run(main()) == (b"HTTP/1.1 200 OK", RAW)
     assert len(planes.data.asked) == 1
-
-
-def test_a_body_that_announces_too_much_is_refused(run, planes):
-    async def main():
-        async with served(planes) as (reader, writer, _):
-            writer.write(message().replace(b"Content-Length: 600", b"Content-Length: 9600", 1))
-            return await answer(reader)
-
-    status, body = run(main())
-    assert status == b"HTTP/1.1 413 Request Entity Too Large"
-    assert b"The body is longer than max_request_size=" in body
