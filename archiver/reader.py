@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -78,10 +79,10 @@ class Archive:
             self.path, "not in the archive", "`torchere inspect` lists the files in it", entry=name
         )
 
-    def chunks(self) -> Iterator[tuple[Entry, Chunks]]:
-        """Stream every file; each is compared with its digest when its last chunk was read."""
+    def chunks(self, wanted: Callable[[Entry], bool] = lambda _: True) -> Iterator[tuple[Entry, Chunks]]:
+        """Stream every wanted file; each is compared with its digest when its last chunk was read."""
         with _one_error(self.path):
-            for entry, chunks in self.container.walk(lambda _: True):
+            for entry, chunks in self.container.walk(wanted):
                 yield entry, self._verified(entry, chunks)
 
     def read_text(self, name: str, max_bytes: int = 2**20) -> str:
@@ -113,8 +114,9 @@ class Archive:
         """Unpack everything into `target`, a new directory, and return it.
 
         The directory appears only when all files are unpacked and verified; after a failure it does not
-        exist. Files get their modes from the umask, never from the archive. The log has a warning with the
-        names of the files that are not as they were packed.
+        exist. Files get their modes from the umask, never from the archive. A link of a folder becomes a hard
+        link, so that its bytes are on the disk once. The log has a warning with the names of the files that
+        are not as they were packed.
 
         Raises:
             ArchiveError: `target` exists, the archive is damaged, or the disk is full; it was changed, and
@@ -126,8 +128,12 @@ class Archive:
                 raise ArchiveError(self.path, f"{folder} exists", "unpack to a path that does not")
             try:
                 work.mkdir()
-                for entry, chunks in self.chunks():
+                links = self._links_without_digest()
+                for entry, chunks in self.chunks(lambda entry: entry.name not in links):
                     _write(chunks, work / entry.name)
+                for name, linked in links.items():
+                    (work / name).parent.mkdir(parents=True, exist_ok=True)
+                    os.link(work / linked, work / name)
             except OSError as error:  # an error of `target`, because reading raises ArchiveError
                 total = sum(entry.size for entry in self.entries)
                 reason = f"{error.strerror or error}: {total} bytes of {self.path} can't be unpacked there"
@@ -140,6 +146,13 @@ class Archive:
                 first_names(sorted(self.changed)),
             )
         return folder
+
+    def _links_without_digest(self) -> dict[str, str]:
+        """Return the links of a folder with the entries that they lead to, but for those to be verified."""
+        if not isinstance(self.container, FolderContainer):
+            return {}
+        digests = self.manifest.digests or {}
+        return {name: linked for name, linked in self.container.links.items() if name not in digests}
 
     def verify(self) -> None:
         """Read everything once and check sizes, CRCs and digests; raise ArchiveError at the first error.

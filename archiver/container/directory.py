@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from torchere.archiver.container.entries import (
@@ -22,16 +23,25 @@ class FolderContainer:
     """One directory, listed and checked; see `entries.Container`.
 
     `root` is the folder with the files: the directory itself, or the only directory in it. `__pycache__` is
-    skipped, because Python creates it where code runs. Links are refused: they may lead anywhere.
+    skipped, because Python creates it where code runs. A link to a file of the folder is an entry, as in a
+    download of `huggingface_hub`, whose `snapshots` link to `blobs`; `links` has the entry that it leads to.
+    Other links are refused: they may lead anywhere.
     """
 
     def __init__(self, path: Path, limits: ArchiveLimits) -> None:
         self._path = path
         self.root = _only_folder_in(path) or path
+        self.links: dict[str, str] = {}
         intake = Intake(path, limits)
         folders = [self.root]
         while folders:
             folders += self._scan(folders.pop(), intake)
+        files = {entry.name: entry for entry in intake.finish()}
+        for name, target in self.links.items():
+            if target not in files:
+                reason = "it is a link that leads to no file of the folder"
+                raise intake.refuse(name, reason, "put the file itself there")
+            intake.add(replace(files[target], name=name), is_link=True)
         self.entries = tuple(sorted(intake.finish(), key=lambda entry: entry.name))
 
     def walk(self, wanted: Callable[[Entry], bool]) -> Iterator[tuple[Entry, Chunks]]:
@@ -43,15 +53,17 @@ class FolderContainer:
     def _scan(self, folder: Path, intake: Intake) -> list[Path]:
         """Add the files of one folder to the intake and return its subfolders."""
         folders = []
+        root = os.path.realpath(self.root)
         with os.scandir(folder) as found:
             for item in found:
                 name = Path(item.path).relative_to(self.root).as_posix()
                 status = item.stat(follow_symlinks=False)
                 if stat.S_ISREG(status.st_mode):
                     intake.add(Entry(name, status.st_size, status.st_size, "file", 0))
+                elif item.is_symlink():
+                    self.links[name] = Path(os.path.relpath(os.path.realpath(item.path), root)).as_posix()
                 elif not stat.S_ISDIR(status.st_mode):
-                    kind = "a link" if item.is_symlink() else "a device, FIFO or socket"
-                    raise intake.refuse(name, f"it is {kind}", "put the file itself there")
+                    raise intake.refuse(name, "it is a device, FIFO or socket", "put the file itself there")
                 elif item.name != "__pycache__":
                     intake.add_directory(name)
                     folders.append(Path(item.path))
@@ -59,7 +71,7 @@ class FolderContainer:
 
     def _chunks(self, entry: Entry) -> Chunks:
         size = 0
-        with open_regular(self.root / entry.name) as file:
+        with open_regular(self.root / self.links.get(entry.name, entry.name)) as file:
             while (chunk := file.read(CHUNK_BYTES)) and size <= entry.size:
                 size += len(chunk)
                 yield chunk

@@ -130,15 +130,15 @@ class Intake:
         self._count = 0
         self._total_bytes = 0
 
-    def add(self, entry: Entry) -> None:
-        """Check and add one file."""
+    def add(self, entry: Entry, *, is_link: bool = False) -> None:
+        """Check and add one file; the bytes of a link to another one do not count."""
         self.add_directory(entry.name)
         if other := self._entries.get(folded(entry.name)):
             same = "is in the archive twice" if other.name == entry.name else f"is the same as {other.name!r}"
             raise self.refuse(
                 entry.name, f"the name {same}, on some systems at least", "keep one of the entries"
             )
-        self._total_bytes += entry.size
+        self._total_bytes += 0 if is_link else entry.size
         if entry.size < 0 or self._total_bytes > self._limits.max_total_bytes:
             raise self.refuse(
                 entry.name,

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from pathlib import Path
 
 import pytest
 
-from torchere.archiver.container.entries import CHUNK_BYTES, ArchiveLimits
+from torchere.archiver.container.entries import CHUNK_BYTES, MANIFEST_NAME, ArchiveLimits
 from torchere.archiver.errors import ArchiveError
+from torchere.archiver.manifest import Manifest
 from torchere.archiver.reader import open_archive
+
+_A = hashlib.sha256(b"a").hexdigest()
 
 
 @pytest.fixture
@@ -56,11 +60,48 @@ def test_a_directory_that_holds_anything_else_is_not_descended(tmp_path: Path, n
     assert [entry.name for entry in open_archive(tmp_path / "m").entries] == names
 
 
-@pytest.mark.parametrize("to", ["service.py", "/etc", "nowhere"])
-def test_links_in_it_are_refused(folder: Path, to: str) -> None:
+@pytest.mark.parametrize("to", ["service.py", "/etc", "/etc/passwd", "nowhere", "link", "../../x.mar"])
+def test_links_to_no_file_in_it_are_refused(folder: Path, to: str) -> None:
     (folder / "d" / "link").symlink_to(to)
+    with pytest.raises(ArchiveError, match=r"'d/link': it is a link that leads to no file of the folder"):
+        open_archive(folder)
+
+
+def test_a_link_to_a_cache_of_python_is_refused(folder: Path) -> None:
+    (folder / "__pycache__").mkdir()
+    (folder / "__pycache__" / "service.pyc").write_text("")
+    (folder / "link").symlink_to("__pycache__/service.pyc")
     with pytest.raises(ArchiveError, match="it is a link"):
         open_archive(folder)
+
+
+def test_a_download_of_hugging_face_is_copied_once(folder: Path, tmp_path: Path) -> None:
+    download = folder / "model" / "models--org--name"
+    (download / "snapshots" / "abc").mkdir(parents=True)
+    (download / "blobs").mkdir()
+    (download / "blobs" / "b1").write_text("weights")
+    (download / "snapshots" / "abc" / "a.bin").symlink_to("../../blobs/b1")
+    (folder / "b.bin").symlink_to(download / "snapshots" / "abc" / "a.bin")  # a link to a link
+    archive = open_archive(folder, ArchiveLimits(max_total_bytes=len("x = 1\n" + "a" + "weights")))
+    assert archive.read_text("model/models--org--name/snapshots/abc/a.bin") == "weights"
+    target = archive.extract(tmp_path / "t")
+    copies = sorted(target.rglob("*b*1")) + sorted(target.rglob("*.bin"))
+    assert [copy.read_text() for copy in copies] == ["weights"] * 3
+    assert len({copy.stat().st_ino for copy in copies}) == 1
+    assert not any(copy.is_symlink() for copy in copies)
+
+
+def test_a_link_in_place_of_a_file_has_its_digest_compared(folder: Path, tmp_path: Path) -> None:
+    digests = {"service.py": f"sha256:{hashlib.sha256(b'x = 1').hexdigest()}", "d/a.txt": f"sha256:{_A}"}
+    (folder / "MAR-INF").mkdir()
+    (folder / MANIFEST_NAME).write_text(Manifest(model_name="m", digests=digests).dump())
+    (folder / "service.py").unlink()
+    (folder / "service.py").symlink_to("d/a.txt")
+    archive = open_archive(folder)
+    assert (archive.extract(tmp_path / "t") / "service.py").read_text() == "a"
+    assert archive.changed == {"service.py"}
+    with pytest.raises(ArchiveError, match="not the one in the manifest"):
+        open_archive(folder, as_packed=True).extract(tmp_path / "u")
 
 
 def test_the_directory_itself_may_be_a_link(folder: Path, tmp_path: Path) -> None:
