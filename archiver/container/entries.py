@@ -143,7 +143,7 @@ class Intake:
             raise self.refuse(
                 entry.name,
                 f"the files so far are larger than {self._limits.max_total_bytes} bytes",
-                "raise the limit if you trust the archive",
+                "a server's setting max_archive_bytes raises the limit, if you trust the archive",
             )
         self._entries[folded(entry.name)] = entry
 
@@ -160,7 +160,7 @@ class Intake:
             raise ArchiveError(
                 self._archive,
                 f"more than {self._limits.max_entries} entries",
-                "raise the limit if you trust the archive",
+                "a server's setting max_archive_entries raises the limit, if you trust the archive",
             )
 
     def finish(self) -> tuple[Entry, ...]:

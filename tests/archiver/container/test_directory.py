@@ -117,9 +117,11 @@ def test_pipes_are_refused_and_not_opened(folder: Path, tmp_path: Path) -> None:
         open_archive(folder / "pipe")
 
 
-def test_limits_hold(folder: Path) -> None:
-    with pytest.raises(ArchiveError, match="more than 2 entries"):
+def test_limits_hold_and_their_settings_are_named(folder: Path) -> None:
+    with pytest.raises(ArchiveError, match=r"more than 2 entries .*max_archive_entries raises"):
         open_archive(folder, ArchiveLimits(max_entries=2))
+    with pytest.raises(ArchiveError, match=r"larger than 6 bytes .*max_archive_bytes raises"):
+        open_archive(folder, ArchiveLimits(max_total_bytes=6))
 
 
 def test_a_name_that_is_not_utf8_is_refused(folder: Path) -> None:
