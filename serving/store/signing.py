@@ -235,7 +235,8 @@ def sign(archive: Archive, means: SignWith) -> Path:
     # `__pycache__` is not part of an archive: see `FolderContainer`.
     skipped = [target, *root.rglob("__pycache__")] if is_folder else []
     try:
-        hashing = _library().hashing.Config()
+        # Links in a folder lead to its own files: `FolderContainer` refuses others.
+        hashing = _library().hashing.Config().set_allow_symlinks(is_folder)
         hashing.set_ignored_paths(paths=[path.relative_to(root) for path in skipped])
         with _elliptic_keys():
             config = means.config()

@@ -151,6 +151,18 @@ def test_a_folder_in_a_folder_has_it_where_its_files_are(folder: Path, keys: Key
     assert signer_of(outer, TrustedKeys([keys.public])).startswith("key sha256:")
 
 
+def test_a_link_to_a_file_of_the_folder_is_signed_as_that_file(folder: Path, keys: KeyPair) -> None:
+    (folder / "MAR-INF/MANIFEST.json").write_text(
+        '{"runtime": "python", "model": {"modelName": "m", "handler": "h.py"}}'
+    )
+    (folder / "link.txt").symlink_to("words.txt")
+    keys.sign(folder)
+    assert signer_of(folder, TrustedKeys([keys.public])).startswith("key sha256:")
+    (folder / "link.txt").unlink()
+    (folder / "link.txt").symlink_to("h.py")
+    assert "Signature mismatch" in refusal(folder, TrustedKeys([keys.public]))
+
+
 def test_what_python_writes_into_a_folder_is_not_part_of_it(folder: Path, keys: KeyPair) -> None:
     for name in ("__pycache__", "more"):
         (folder / name / "__pycache__").mkdir(parents=True)
