@@ -36,7 +36,7 @@ from torchere.serving.registry.observation import RegistryMetrics
 from torchere.serving.registry.version import Origin, Version, VersionMetrics
 from torchere.serving.store.package import StoredArchive
 from torchere.serving.types import ModelKey
-from torchere.serving.workers.devices import CoreShares, counted_kind, gpu_count
+from torchere.serving.workers.devices import CoreShares, chosen_threads, counted_kind, gpu_count
 from torchere.serving.workers.executor import LoadSpec
 from torchere.serving.workers.isolation import LANES_SHARE, choose_isolation
 from torchere.serving.workers.launch import CompilerLauncher, ExecLauncher, ForkLauncher, Launcher
@@ -77,7 +77,7 @@ class Loader:
         self._sandbox = sandbox_of(server)
         self._rooms = RoomLauncher(self._launcher)
         self._oom = OomWatch()
-        self._cores = CoreShares(available_cores())
+        self._cores = CoreShares(available_cores(), chosen_threads(self._variables))
         self._gpus: dict[str, int] = {}  # by kind
 
     def gpus_of(self, kind: DeviceType | None) -> int:

@@ -10,7 +10,7 @@ import re
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from glob import glob
 from pathlib import Path
 
@@ -83,12 +83,17 @@ class CoreShares:
 
     Lanes take the current `threads` before each run (`LanePage.prepare`), so that they need no restart when
     other executors are added or removed.
+
+    Args:
+        cores: the cores to divide.
+        chosen: intra-op threads of each executor in place of its share, up to `cores`; 0: none were chosen.
     """
 
-    def __init__(self, cores: int) -> None:
+    def __init__(self, cores: int, chosen: int = 0) -> None:
         self._cores = cores
+        self._chosen = min(chosen, cores)
         self._executors: dict[object, int] = {}  # by pool
-        self.threads = max(1, cores)  # intra-op threads of each executor
+        self.threads = self.with_more(0)  # intra-op threads of each executor
 
     def take(self, pool: object, executors: int) -> None:
         """Record how many executors a pool has now; 0: none."""
@@ -98,8 +103,25 @@ class CoreShares:
         self.threads = self.with_more(0)
 
     def with_more(self, executors: int) -> int:
-        """Return the threads of each executor if `executors` more were added; together they fit the cores."""
-        return max(1, self._cores // max(1, sum(self._executors.values()) + executors))
+        """Return the threads of each executor if `executors` more were added.
+
+        Together they fit the cores, unless the operator has chosen a number.
+        """
+        share = self._cores // max(1, sum(self._executors.values()) + executors)
+        return self._chosen or max(1, share)
+
+
+def chosen_threads(environment: Mapping[str, str]) -> int:
+    """Return the intra-op threads that an operator has chosen in the environment; 0: none, or no such number.
+
+    As in torch, MKL's variable goes before that of OpenMP, which may have a number for each level of nesting.
+
+    >>> chosen_threads({"OMP_NUM_THREADS": "4,2"})
+    4
+    """
+    text = environment.get("MKL_NUM_THREADS") or environment.get("OMP_NUM_THREADS", "")
+    first = text.partition(",")[0].strip()
+    return int(first) if re.fullmatch(r"[0-9]{1,3}", first) else 0
 
 
 # The number of GPUs that torch will see, for a server that does not import torch.

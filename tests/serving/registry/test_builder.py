@@ -103,6 +103,23 @@ def test_executors_are_lanes_of_one_process_unless_they_keep_state_or_are_to_be_
 
 
 @pytest.mark.parametrize(
+    ("config", "hidden", "threads"),
+    [
+        ("{}", None, 7),
+        ("{}", "OMP_.*", 16),
+        ("parallelType: tp\ntorchrun: {nproc-per-node: 2, OMP_NUMBER_THREADS: 3}", None, 3),
+    ],
+)
+def test_threads_of_openmp_that_the_operator_has_chosen_are_those_of_workers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config: str, hidden: str | None, threads: int
+) -> None:
+    monkeypatch.setattr(builder, "available_cores", lambda: 16)
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    version = version_of(tmp_path, config, hidden_env_vars=hidden)
+    assert version.pool._spec.intra_op_threads == threads
+
+
+@pytest.mark.parametrize(
     ("config", "sends_ahead"),
     [
         ("minWorkers: 1", True),

@@ -12,7 +12,7 @@ import pytest
 from pools import pool_in_service
 
 from torchere.serving.workers import devices
-from torchere.serving.workers.devices import CoreShares, gpu_count, new_places
+from torchere.serving.workers.devices import CoreShares, chosen_threads, gpu_count, new_places
 from torchere.serving.workers.executor import ExecutorState, ExecutorStatus, LoadSpec
 
 
@@ -34,6 +34,26 @@ def test_the_cores_are_divided_over_the_executors_of_all_pools_as_they_come_and_
     for number in range(20):
         cores.take(number, 1)
     assert cores.threads == 1
+
+
+@pytest.mark.parametrize(
+    ("mkl", "openmp", "expected"),
+    [
+        ("", "1", 1),
+        ("", " 3, 2", 3),
+        ("2", "1", 2),
+        ("", "9", 4),
+        ("", "0", 4),
+        ("", "many", 4),
+        ("", "1000", 4),
+    ],
+)
+def test_threads_that_the_operator_has_chosen_are_those_of_each_executor(
+    mkl: str, openmp: str, expected: int
+) -> None:
+    cores = CoreShares(4, chosen_threads({"MKL_NUM_THREADS": mkl, "OMP_NUM_THREADS": openmp}))
+    assert (cores.threads, cores.with_more(1)) == (expected, expected)
+    assert cores.with_more(4) == (1 if openmp in ("0", "many", "1000") else expected)
 
 
 @pytest.mark.parametrize(("most", "expected"), [(None, 4), (2, 2), (9, 4), (0, 0)])
