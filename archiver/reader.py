@@ -123,19 +123,19 @@ class Archive:
                 is opened `as_packed`.
         """
         folder = Path(target)
+        links = self._links_without_digest()
         with _one_error(self.path), staged(folder) as work:
             if folder.exists() or folder.is_symlink():
                 raise ArchiveError(self.path, f"{folder} exists", "unpack to a path that does not")
             try:
                 work.mkdir()
-                links = self._links_without_digest()
                 for entry, chunks in self.chunks(lambda entry: entry.name not in links):
                     _write(chunks, work / entry.name)
                 for name, linked in links.items():
                     (work / name).parent.mkdir(parents=True, exist_ok=True)
                     os.link(work / linked, work / name)
             except OSError as error:  # an error of `target`, because reading raises ArchiveError
-                total = sum(entry.size for entry in self.entries)
+                total = sum(entry.size for entry in self.entries if entry.name not in links)
                 reason = f"{error.strerror or error}: {total} bytes of {self.path} can't be unpacked there"
                 advice = "free space, or name a folder on a larger disk in TEMP, or TMPDIR"
                 raise ArchiveError(folder.parent, reason, advice) from error

@@ -61,6 +61,7 @@ class FolderContainer:
                 if stat.S_ISREG(status.st_mode):
                     intake.add(Entry(name, status.st_size, status.st_size, "file", 0))
                 elif item.is_symlink():
+                    intake.check_count(len(self.links) + 1)
                     self.links[name] = Path(os.path.relpath(os.path.realpath(item.path), root)).as_posix()
                 elif not stat.S_ISDIR(status.st_mode):
                     raise intake.refuse(name, "it is a device, FIFO or socket", "put the file itself there")

@@ -122,6 +122,10 @@ def test_limits_hold_and_their_settings_are_named(folder: Path) -> None:
         open_archive(folder, ArchiveLimits(max_entries=2))
     with pytest.raises(ArchiveError, match=r"larger than 6 bytes .*max_archive_bytes raises"):
         open_archive(folder, ArchiveLimits(max_total_bytes=6))
+    for number in range(4):
+        (folder / f"link{number}").symlink_to("nowhere")
+    with pytest.raises(ArchiveError, match="more than 3 entries"):  # before it is known where they lead
+        open_archive(folder, ArchiveLimits(max_entries=3))
 
 
 def test_a_name_that_is_not_utf8_is_refused(folder: Path) -> None:
