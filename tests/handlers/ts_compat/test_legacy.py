@@ -261,7 +261,7 @@ def test_a_context_may_lack_the_name_of_the_model(
 ) -> None:
     monkeypatch.setenv("ENABLE_TORCH_PROFILER", "true")
     monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
-    context = MockContext(model_dir=str(scripted_doubler), model_pt_file="doubler.pt", model_file=None)
+    context: Any = MockContext(model_dir=str(scripted_doubler), model_pt_file="doubler.pt", model_file=None)
     del context.model_name  # TorchServe's has none
     handler = BaseHandler()
     handler.initialize(context)
