@@ -20,7 +20,7 @@ from torch import nn
 
 from torchere.archiver.errors import ModelRefused
 from torchere.archiver.models.fold.attention import Opened
-from torchere.archiver.models.fold.convolutions import fold
+from torchere.archiver.models.fold.convolutions import Folded
 from torchere.archiver.models.inputs.examples import spread
 from torchere.archiver.models.inputs.run import LoadedModel
 from torchere.archiver.models.load.torchscript import load_script, saved, supported, using
@@ -165,6 +165,7 @@ class Maker:
     max_drift: float
     say: Say = silent
     timed: Samples = ()  # samples to time engines with, instead of `judged`
+    folded: Folded | None = None  # the opened model as a graph, for int8-static
 
     def candidate(self, method: str) -> Candidate:
         """Quantise the model by this method; if it drifts too far, leave the most harmful layers in fp32."""
@@ -206,18 +207,17 @@ class Maker:
 
         The layers in `read` are in fp32 in any case.
         """
-        module = self._folded(method)
         few = spread(self.judged, _RANKED)
         if self.model.signature.batched:
             few = [tuple(tensor[: _least_rows(self.model)] for tensor in one) for one in few]
         weights = sum(parameter.numel() for parameter in self.model.module.parameters())
-        layers = sensitivities(module, few, _MIXABLE[method], self.say)
+        layers = sensitivities(self._in_fp32, few, _MIXABLE[method], self.say)
         return [one for one in layers if one.name not in read], MOST_KEPT * weights
 
-    def _folded(self, method: str) -> nn.Module:
-        """Return the model whose layers the method quantises; for int8-static, its layers are folded."""
-        module, given = self.opened.module, (*self.samples, self.model.example)
-        return fold(module, given[0]).module if method == "int8-static" else module
+    @property
+    def _in_fp32(self) -> nn.Module:
+        """The model in fp32, with the layers that the method quantises."""
+        return self.folded.module if self.folded else self.opened.module
 
     def _packed(self, method: str, kept: Collection[str], samples: Samples) -> Candidate:
         """Return the quantised model with the `kept` layers in fp32; it is not yet measured."""
@@ -241,22 +241,32 @@ class Maker:
 
     def _read_elsewhere(self, method: str, embeddings: Collection[str]) -> frozenset[str]:
         """Return the layers that the method changes and whose weights the model's own code reads."""
-        kinds, module = _MIXABLE.get(method, ()), self._folded(method)
-        named = module.named_modules()
+        kinds, named = _MIXABLE.get(method, ()), self._in_fp32.named_modules()
         layers = {name: layer for name, layer in named if type(layer) in kinds or name in embeddings}
         with plain_attention():
-            return frozenset(read_elsewhere(module, self.model.example, layers))
+            return frozenset(read_elsewhere(self._in_fp32, self.model.example, layers))
 
     def _compiled(self, method: str, kept: Collection[str], samples: Samples) -> Candidate:
         # Any engine works here: the weights are packed again when they are loaded.
         with using(supported()[-1]):
-            module, note = _CONVERTERS[method](self.opened.module, samples, kept, self.say)
+            module, note = self._converted(method, kept, samples)
         with plain_attention():
             script = self.compiled(module, self.model.example)
         if method == "int8-dynamic":
             fuse_relu(script)
         opened = self.opened.attentions
         return Candidate(saved(script), f"{note}; attention of {opened} layers opened" if opened else note)
+
+    def _converted(self, method: str, kept: Collection[str], samples: Samples) -> tuple[nn.Module, str]:
+        """Return the model in int8, except for the `kept` layers, and a note for the user."""
+        if self.folded is not None:
+            calibrated = calibrate(self.folded, samples, kept, self.say)
+            folds = f"; folded: {calibrated.note}" if calibrated.note else ""
+            return calibrated.convert(), f"{calibrated.layers} layers, {len(samples)} samples{folds}"
+        if method == "int8-trained":
+            return trained(self.opened.module), "as it was trained"
+        module, layers = dynamic(self.opened.module, kept)
+        return module, f"{layers} layers"
 
     def _measured(self, method: str, made: Candidate) -> Candidate:
         self.say(f"{method}: timing it on {len(supported())} engines")
@@ -286,29 +296,6 @@ def plain_attention() -> Iterator[None]:
         yield
     finally:
         torch.backends.mha.set_fastpath_enabled(before)
-
-
-def _dynamic(model: nn.Module, _samples: Samples, kept: Collection[str], _say: Say) -> tuple[nn.Module, str]:
-    module, layers = dynamic(model, kept)
-    return module, f"{layers} layers"
-
-
-def _static(model: nn.Module, samples: Samples, kept: Collection[str], say: Say) -> tuple[nn.Module, str]:
-    calibrated = calibrate(model, samples, kept, say)
-    folds = f"; folded: {calibrated.note}" if calibrated.note else ""
-    return calibrated.convert(), f"{calibrated.layers} layers, {len(samples)} samples{folds}"
-
-
-def _trained(model: nn.Module, _samples: Samples, _kept: Collection[str], _say: Say) -> tuple[nn.Module, str]:
-    return trained(model), "as it was trained"
-
-
-# Each returns the model in int8, except for the `kept` layers, and a note for the user.
-_CONVERTERS: dict[str, Callable[[nn.Module, Samples, Collection[str], Say], tuple[nn.Module, str]]] = {
-    "int8-dynamic": _dynamic,
-    "int8-static": _static,
-    "int8-trained": _trained,
-}
 
 
 def _judge(model: LoadedModel, samples: Samples) -> Callable[[Callable[..., Any]], float]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import io
 import platform
 from collections.abc import Sequence
@@ -17,10 +16,10 @@ from torchere.archiver.errors import ModelRefused
 from torchere.archiver.models.convert.exported_program import refuse_attributes
 from torchere.archiver.models.convert.torchscript import to_torchscript
 from torchere.archiver.models.fold.attention import Opened, open_attention
-from torchere.archiver.models.fold.convolutions import answers_alike
+from torchere.archiver.models.fold.convolutions import Folded, answers_alike, fold
 from torchere.archiver.models.fold.exported_layers import with_layers
 from torchere.archiver.models.fold.parametrizations import copied, without_parametrizations
-from torchere.archiver.models.fold.tracing import NotTraceable, traced
+from torchere.archiver.models.fold.tracing import NotTraceable
 from torchere.archiver.models.inputs.run import DATATYPES, LoadedModel, copies
 from torchere.archiver.models.inputs.sizes import FreeSize
 from torchere.archiver.models.load.exported_program import holds_for_all_sizes, unguarded_module
@@ -121,8 +120,6 @@ def quantise(
             judged = some_of(model, list(samples) or [model.example])
             # A model that was trained for int8 keeps the layers that it was trained with.
             opened = Opened(model.module, 0) if method == "int8-trained" else _plain(model)
-            if method == "int8-static":
-                opened = replace(opened, module=_traceable(opened.module, model, say))
             maker = Maker(model, opened, samples, compiled, judged, max_drift, say, timed)
             return _by_engine(maker, method)
     if method == "int8-trained":
@@ -247,35 +244,42 @@ def _plain(model: LoadedModel) -> Opened:
 _SHAPES = "torch.fx.experimental.symbolic_shapes"
 
 
-def _traceable(module: nn.Module, model: LoadedModel, say: Say) -> nn.Module:
-    """Return the module if it can be traced, or else its exported program with layers if that can be.
+def _folded(maker: Maker) -> Folded:
+    """Fold the model, or its exported program if the model can't be traced."""
+    try:
+        return fold(maker.opened.module, maker.samples[0])
+    except NotTraceable as refusal:
+        folded = _folded_program(maker)
+        if folded is None:
+            raise
+        maker.say(f"{refusal.reason}: its exported program is quantised")
+        return folded
+
+
+def _folded_program(maker: Maker) -> Folded | None:
+    """Fold the exported program of the model; return None if that fails, or answers otherwise.
 
     torch.export follows a loop over chunks of a tensor, at which tracing fails. A program that holds for some
     sizes only, because of a branch on one, is not taken.
     """
+    module, example = maker.opened.module, maker.model.example
     try:
-        traced(copy.deepcopy(module), model.example)
-    except NotTraceable as refusal:
-        try:
-            # torch prints the graph up to the point at which it fails.
-            with errors_only(_SHAPES), contextlib.redirect_stderr(io.StringIO()):
-                program = exported(module, model.example, model.signature.inputs)
-            if not holds_for_all_sizes(program):
-                return module
-            layered = with_layers(unguarded_module(program), model.example)
-            graph = traced(copy.deepcopy(layered), model.example)
-        # Broad: torch.export runs the model's own code. `calibrate` raises the refusal.
-        except Exception:
-            return module
-        if not answers_alike(module, graph, model.example):
-            return module
-        say(f"{refusal.reason}: its exported program is quantised")
-        return layered
-    return module
+        # torch prints the graph up to the point at which it fails.
+        with errors_only(_SHAPES), contextlib.redirect_stderr(io.StringIO()):
+            program = exported(module, example, maker.model.signature.inputs)
+        if not holds_for_all_sizes(program):
+            return None
+        folded = fold(with_layers(unguarded_module(program), example), maker.samples[0])
+    # Broad: torch.export runs the model's own code.
+    except Exception:
+        return None
+    return folded if answers_alike(module, folded.module, example) else None
 
 
 def _by_engine(maker: Maker, method: str) -> Quantised:
     with refusing(method, f"--quantize {AUTO} tries all methods that suit the model"):
+        if method == "int8-static":
+            maker = replace(maker, folded=_folded(maker))
         made = maker.candidate(method)
     chosen = choose(made.measured, maker.max_drift)
     module = load_script(io.BytesIO(made.packed), check=False, engine=chosen.engine)

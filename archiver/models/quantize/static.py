@@ -37,9 +37,9 @@ from torch.nn import functional
 
 from torchere.archiver.errors import ModelRefused
 from torchere.archiver.models.fold.convolutions import (
+    Folded,
     Recorder,
     calls_of,
-    fold,
     free_name,
     insert_module,
     module_at,
@@ -147,41 +147,40 @@ def _weight(layer: nn.Module) -> Any:
 
 
 def calibrate(
-    module: nn.Module,
+    folded: Folded,
     samples: Sequence[tuple[torch.Tensor, ...]],
     kept: Collection[str] = (),
     say: Say = silent,
 ) -> Calibrated:
-    """Fold the model, and run it on every sample to measure the range of each activation.
+    """Run a folded model on every sample to measure the range of each activation.
 
     Args:
-        module: eager, in fp32; it is not modified.
+        folded: in fp32; it is not modified.
         samples: arguments of the model; at least one, better a hundred that resemble real requests.
         kept: layers of the folded model that stay in fp32.
         say: takes a line about progress now and then.
 
     Raises:
-        NotTraceable: the model's forward can't be traced as a graph.
         ModelRefused: there is no layer that can be int8.
     """
-    folded = fold(module, samples[0])
-    copies = call_each_once(folded.module)
+    graph = copy.deepcopy(folded.module)
+    copies = call_each_once(graph)
     kept = {*kept, *(name for name, original in copies.items() if original in kept)}
-    kept |= _wrap_unsupported(folded.module)
-    _fix_dtypes(folded.module, samples[0])
-    _call_prelu(folded.module)
-    _spell_alike(folded.module)
-    _hold_weights(folded.module, kept)
-    clipped = clipped_by_format(folded.module, kept)
-    mapping = _configuration(folded.module, clipped)
-    for name in (*kept, *_clips_behind(folded.module, kept)):
+    kept |= _wrap_unsupported(graph)
+    _fix_dtypes(graph, samples[0])
+    _call_prelu(graph)
+    _spell_alike(graph)
+    _hold_weights(graph, kept)
+    clipped = clipped_by_format(graph, kept)
+    mapping = _configuration(graph, clipped)
+    for name in (*kept, *_clips_behind(graph, kept)):
         mapping.set_module_name(name, None)
     custom = PrepareCustomConfig().set_non_traceable_module_classes([_InFp32])
-    if joined := joined_apart(folded.module):
+    if joined := joined_apart(graph):
         mapping.set_module_name(joined, None)
         custom.set_non_traceable_module_names([joined])
-    _leave_coarse_sums(folded.module, mapping, samples[0])
-    prepared = prepare_fx(folded.module, mapping, samples[0], prepare_custom_config=custom)
+    _leave_coarse_sums(graph, mapping, samples[0])
+    prepared = prepare_fx(graph, mapping, samples[0], prepare_custom_config=custom)
     _observe_what_is_not_clipped(prepared, clipped)
     _leave_whole_numbers(prepared, samples[0])
     with torch.no_grad():

@@ -217,7 +217,7 @@ def test_a_layer_that_is_called_twice_is_one_layer() -> None:
 def test_static_int8_changes_the_layers_of_an_exported_program(case: str, layers: int) -> None:
     model, example = CASES[case]
     with quiet(), torch.no_grad():
-        made = calibrate(with_layers(exported(model, example), example), [example])
+        made = calibrate(fold(with_layers(exported(model, example), example), example), [example])
         assert made.layers == layers
         script = to_torchscript(made.convert(), example, only_trace=True)
         many = tuple(tensor.repeat(3, *[1] * (tensor.dim() - 1)) for tensor in example)

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from torchere.archiver.errors import ModelRefused
+from torchere.archiver.models.fold.convolutions import fold
 from torchere.archiver.models.inputs.run import LoadedModel
 from torchere.archiver.models.inputs.sizes import FreeSize
 from torchere.archiver.models.load.torchscript import supported, using
@@ -181,7 +182,8 @@ def test_a_number_in_a_sum_or_product_costs_no_bits(name: str) -> None:
 def test_a_sum_that_loses_less_than_a_bit_is_int8(number: float, is_int8: bool) -> None:
     network = Scaled(lambda x: x + number).eval()
     with quantise_candidates.quiet():
-        converted = calibrate(network, [(torch.randn(4, 16),)]).convert()
+        x = torch.randn(4, 16)
+        converted = calibrate(fold(network, (x,)), [(x,)]).convert()
     assert ("ops.quantized.add" in converted.code) == is_int8
 
 
@@ -251,7 +253,7 @@ def test_a_layer_before_several_normalisations_has_weights_for_each(kind: str) -
     make, shape = NORMALISED[kind]
     network, x = make().eval(), torch.randn(shape)
     with using(supported()[0]), quiet(), torch.no_grad():
-        pairs = zip(network(x), calibrate(network, [(x,)]).convert()(x), strict=True)
+        pairs = zip(network(x), calibrate(fold(network, (x,)), [(x,)]).convert()(x), strict=True)
         assert all((found - wanted).norm() < 0.1 * wanted.norm() for wanted, found in pairs)
 
 
@@ -259,7 +261,8 @@ def test_a_layer_before_several_normalisations_has_weights_for_each(kind: str) -
 def test_a_layer_that_is_kept_is_kept_in_each_call() -> None:
     network = nn.Sequential(layer := nn.Linear(8, 8), nn.ReLU(), layer, nn.ReLU(), nn.Linear(8, 4)).eval()
     with quantise_candidates.quiet():
-        made = calibrate(network, [(torch.randn(4, 8),)], kept=["0"])
+        x = torch.randn(4, 8)
+        made = calibrate(fold(network, (x,)), [(x,)], kept=["0"])
         converted = made.convert()
     assert made.layers == 1
     assert sum(type(layer) is nn.Linear for layer in converted.modules()) == 2
@@ -363,7 +366,7 @@ def test_a_normalisation_behind_a_transposed_convolution_of_groups_stays(groups:
 def check_static(net: nn.Module, least: int) -> None:
     samples = [(3 * torch.randn(2, 4, 9, 9),) for _ in range(8)]
     with using("x86" if "x86" in supported() else supported()[0]), quiet(), torch.no_grad():
-        made = calibrate(net, samples)
+        made = calibrate(fold(net, samples[0]), samples)
         found, wanted = made.convert()(*samples[0]), net(*samples[0])
     assert made.layers >= least
     assert (found - wanted).abs().max() < 0.08 * wanted.abs().max()
@@ -401,7 +404,7 @@ def test_an_operation_is_int8_by_each_of_its_names(
 ) -> None:
     model, samples = Spelled(operation).eval(), [(torch.rand(2, 3, 12, 12),)]
     with quiet(), torch.no_grad():
-        made = calibrate(model, samples).convert()
+        made = calibrate(fold(model, samples[0]), samples).convert()
         assert difference([(model(*samples[0]), made(*samples[0]))]).drift < 0.1
     nodes = [str(node.target) for node in made.graph.nodes]
     layers = [type(layer).__name__ for layer in made.children()]
@@ -413,5 +416,5 @@ def test_an_operation_is_int8_by_each_of_its_names(
 def test_a_sum_with_a_factor_stays_as_it_is() -> None:
     model, samples = Spelled(lambda x, y: x.add(y, alpha=2)).eval(), [(torch.rand(2, 3, 12, 12),)]
     with quiet(), torch.no_grad():
-        made = calibrate(model, samples).convert()
+        made = calibrate(fold(model, samples[0]), samples).convert()
         assert difference([(model(*samples[0]), made(*samples[0]))]).drift < 0.1
