@@ -29,8 +29,8 @@ from torchere.archiver.models.convert.files import (
 from torchere.archiver.models.convert.optimize_gain import loaded, may_gain, measured_gain
 from torchere.archiver.models.convert.ranks import with_ranks
 from torchere.archiver.models.convert.torchscript import to_torchscript
+from torchere.archiver.models.fold.convolutions import folded_paddings
 from torchere.archiver.models.fold.exported_layers import with_layers
-from torchere.archiver.models.fold.paddings import folded_paddings
 from torchere.archiver.models.fold.tracing import NotTraceable
 from torchere.archiver.models.inputs.buffers import unchanged_buffers
 from torchere.archiver.models.inputs.run import LoadedModel, Run

@@ -10,7 +10,7 @@ from torchere.archiver.models.convert.aotinductor import compile_aoti
 from torchere.archiver.models.convert.exported_program import to_program
 from torchere.archiver.models.convert.optimize_gain import loaded
 from torchere.archiver.models.convert.torchscript import to_torchscript
-from torchere.archiver.models.fold.paddings import folded_paddings
+from torchere.archiver.models.fold.convolutions import folded_paddings
 from torchere.archiver.models.inputs.sizes import batch_of as free_batch
 from torchere.archiver.models.measure.cost import batch_of, processor_ms
 from torchere.archiver.models.measure.difference import difference, flattened

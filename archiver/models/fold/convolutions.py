@@ -17,10 +17,12 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch.nn import functional
+from torch.nn.modules.conv import _ConvNd
 from torch.nn.utils.fusion import fuse_conv_bn_eval, fuse_linear_bn_eval
 
-from torchere.archiver.models.fold.tracing import not_traceable, traced
-from torchere.archiver.models.inputs.run import has_hooks
+from torchere.archiver.models.fold.tracing import NO_BRANCH, NotTraceable, not_traceable, traced
+from torchere.archiver.models.inputs.buffers import unchanged_buffers
+from torchere.archiver.models.inputs.run import OperatorWatch, has_hooks
 from torchere.archiver.models.measure.difference import Outputs, answers, difference
 from torchere.archiver.models.probe.row_independence import VARIATIONS
 
@@ -76,6 +78,39 @@ def fold(module: nn.Module, example: tuple[torch.Tensor, ...]) -> Folded:
         f"the forward of {type(module).__name__} answers otherwise when it is traced as a graph "
         "(by a branch that tracing does not see, or something random)",
     )
+
+
+def folded_paddings(module: nn.Module, example: tuple[torch.Tensor, ...]) -> Folded | None:
+    """Call `fold` for a model that stays in fp32, which gains only by paddings; None if it has none to fold.
+
+    Raises:
+        NotTraceable: the model pads with a constant, and can't be traced as a graph.
+    """
+    if not any(isinstance(layer, _ConvNd) for layer in module.modules()):
+        return None  # saves the copy that `fold` makes
+    try:
+        folded = fold(module, example)
+    # Broad: tracing runs the model's code in a way that its author did not intend, and folding is optional.
+    except Exception as error:
+        watch = _Paddings()
+        with torch.no_grad(), unchanged_buffers(module), watch:
+            module(*copy.deepcopy(example))
+        if not watch.found:
+            return None
+        if isinstance(error, NotTraceable):
+            raise NotTraceable(error.reason, error.mend) from error
+        raise NotTraceable(str(error), NO_BRANCH) from error
+    return folded if folded.paddings else None
+
+
+class _Paddings(OperatorWatch):
+    """Records whether the operator that pads with a constant runs."""
+
+    found = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.found |= func is torch.ops.aten.constant_pad_nd.default
+        return func(*args, **(kwargs or {}))
 
 
 def _folded(graph: fx.GraphModule, example: tuple[torch.Tensor, ...]) -> Folded:

@@ -12,8 +12,7 @@ from torch import fx, nn
 from torch.nn import functional
 
 from torchere.archiver.models.fold import convolutions as folding
-from torchere.archiver.models.fold.convolutions import Axis, fold, folded_axis
-from torchere.archiver.models.fold.paddings import folded_paddings
+from torchere.archiver.models.fold.convolutions import Axis, fold, folded_axis, folded_paddings
 from torchere.archiver.models.fold.tracing import NotTraceable
 from torchere.archiver.models.quantize.static import clipped_by_format
 
