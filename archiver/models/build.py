@@ -33,8 +33,8 @@ from torchere.archiver.models.fold.convolutions import folded_paddings
 from torchere.archiver.models.fold.exported_layers import with_layers
 from torchere.archiver.models.fold.tracing import NotTraceable
 from torchere.archiver.models.inputs.buffers import unchanged_buffers
+from torchere.archiver.models.inputs.examples import Samples, chosen_samples
 from torchere.archiver.models.inputs.run import LoadedModel, Run
-from torchere.archiver.models.inputs.samples import Samples, chosen_samples
 from torchere.archiver.models.inputs.sizes import FreeSize, Tensors, sizes_of
 from torchere.archiver.models.load.exported_program import ServedProgram
 from torchere.archiver.models.load.source import Source, as_in_archive, read_source, source_with_example

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from torchere.archiver.errors import ModelRefused
-from torchere.archiver.models.inputs.samples import Samples
+from torchere.archiver.models.inputs.examples import Samples
 from torchere.serving.commands.cli import main
 
 TOKENS = Samples([(torch.tensor([[1, 2]]),), (torch.tensor([[1, 9]]),)], [Path("a.pt"), Path("b.pt")])
