@@ -15,14 +15,14 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torchere.archiver.atomic import staged
 from torchere.archiver.container.entries import open_regular
 from torchere.archiver.errors import ArchiveError
 from torchere.archiver.reader import FOLDER_SIGNATURE, Archive, ArchiveLimits, open_archive
@@ -230,7 +230,6 @@ def sign(archive: Archive, means: SignWith) -> Path:
         UntrustedArchive: the folder has a file that the library does not sign.
     """
     root, target = archive.root, signature_path(archive)
-    draft = target.with_name(f".{target.name}.{os.getpid()}")
     is_folder = archive.kind == "directory"
     # `__pycache__` is not part of an archive: see `FolderContainer`.
     skipped = [target, *root.rglob("__pycache__")] if is_folder else []
@@ -240,17 +239,14 @@ def sign(archive: Archive, means: SignWith) -> Path:
         hashing.set_ignored_paths(paths=[path.relative_to(root) for path in skipped])
         with _elliptic_keys():
             config = means.config()
-        config.set_hashing_config(hashing).sign(root, draft)
         names = {entry.name for entry in archive.entries} - {FOLDER_SIGNATURE}
-        _Bundle.parse(draft.read_bytes()).check_covers(names if is_folder else {_THE_FILE_ITSELF})
-        os.replace(draft, target)
+        with staged(target) as draft:
+            config.set_hashing_config(hashing).sign(root, draft)
+            _Bundle.parse(draft.read_bytes()).check_covers(names if is_folder else {_THE_FILE_ITSELF})
     except ServingError:
         raise
     except Exception as err:  # of the library, cryptography, OpenSSL, the disk, or Sigstore's transports
         raise SigningUnusable(f"{archive.path} can't be signed.", _text_of(err)) from err
-    finally:
-        with suppress(OSError):  # on a read-only disk, even removing a missing draft fails
-            draft.unlink()
     return target
 
 
