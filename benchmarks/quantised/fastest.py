@@ -14,9 +14,9 @@ from quantised.zoo import Ready
 from torchere.archiver.errors import ModelRefused
 from torchere.archiver.models.convert.aotinductor import compile_aoti
 from torchere.archiver.models.convert.exported_program import to_program
-from torchere.archiver.models.inputs.run import LoadedModel
+from torchere.archiver.models.inputs.run import LoadedModel, Run
 from torchere.archiver.models.inputs.sizes import batch_of as free_batch
-from torchere.archiver.models.measure.cost import Model, batch_of, processor_ms
+from torchere.archiver.models.measure.cost import batch_of, processor_ms
 from torchere.archiver.models.measure.difference import difference, flattened
 from torchere.archiver.models.quantize.methods import quantise
 from torchere.archiver.quantization import INT8_DRIFT
@@ -61,7 +61,7 @@ def forms_of(model: LoadedModel, ready: Ready, script: torch.jit.ScriptModule, m
     """
     with tempfile.TemporaryDirectory(prefix="torchere-int8-") as folder:
         fp32 = both(ready, Path(folder))
-        made: dict[tuple[str, bool], Model] = {
+        made: dict[tuple[str, bool], Run] = {
             (SCRIPT, False): fp32.torchscript,
             (OPTIMIZED, False): fp32.optimized,
             (COMPILED, False): fp32.aoti,
@@ -80,7 +80,7 @@ def forms_of(model: LoadedModel, ready: Ready, script: torch.jit.ScriptModule, m
         ]
 
 
-def _timed(models: list[Model], ready: Ready) -> list[dict[int, float]]:
+def _timed(models: list[Run], ready: Ready) -> list[dict[int, float]]:
     """Return the milliseconds of each model by batch size, in turns."""
     times = {size: processor_ms(models, batch_of(ready.held_out, size), _BUDGET_S) for size in BATCHES}
     return [{size: one[index] for size, one in times.items()} for index in range(len(models))]
@@ -97,7 +97,7 @@ def _compiled(model: LoadedModel, ready: Ready, method: str, folder: Path) -> Co
     return load_package(str(file), str(folder / method), "cpu")
 
 
-def _drift(ready: Ready, model: Model) -> float:
+def _drift(ready: Ready, model: Run) -> float:
     with torch.inference_mode():
         pairs = ((flattened(ready.module(*one)), flattened(model(*one))) for one in ready.held_out)
         return difference(pairs).drift

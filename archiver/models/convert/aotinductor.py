@@ -17,10 +17,11 @@ from torch.export import ExportedProgram
 
 from torchere.archiver.errors import ModelRefused
 from torchere.archiver.models.convert.exported_program import free_sizes, hide_from
+from torchere.archiver.models.inputs.run import Run
 from torchere.archiver.models.inputs.sizes import LARGEST, FreeSize, Tensors, resized
 from torchere.archiver.models.load.source import aoti_metadata
 from torchere.archiver.models.load.weight_only import INPUTS_OF_8_BITS
-from torchere.archiver.models.measure.cost import BATCH_SIZES, Model, one_thread, processor_ms
+from torchere.archiver.models.measure.cost import BATCH_SIZES, one_thread, processor_ms
 from torchere.archiver.models.measure.difference import answers, difference
 from torchere.archiver.models.steps import Say, line_of
 
@@ -110,7 +111,7 @@ def _example(program: ExportedProgram) -> Tensors:
     return () if keywords or not all(isinstance(one, torch.Tensor) for one in args) else args
 
 
-def timed(plain: Model, templates: Model, given: Sequence[Tensors]) -> Timed:
+def timed(plain: Run, templates: Run, given: Sequence[Tensors]) -> Timed:
     """Time both builds alternately, and compare their outputs.
 
     Args:

@@ -23,6 +23,7 @@ from torch.nn import functional
 
 from torchere.archiver.errors import ModelRefused
 from torchere.archiver.models.inputs.run import has_hooks
+from torchere.archiver.models.inputs.sizes import Tensors
 from torchere.archiver.models.measure.difference import answers, difference
 
 _MAX_DRIFT = 1e-3  # only the order of sums differs
@@ -46,7 +47,7 @@ class Opened:
     attentions: int
 
 
-def open_attention(module: nn.Module, example: tuple[torch.Tensor, ...]) -> Opened:
+def open_attention(module: nn.Module, example: Tensors) -> Opened:
     """Copy the model and replace `nn.MultiheadAttention` with linear layers and plain operations.
 
     `nn.TransformerEncoderLayer` and `nn.TransformerEncoder` are replaced, too: they read attention's weights.

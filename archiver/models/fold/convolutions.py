@@ -23,7 +23,8 @@ from torch.nn.utils.fusion import fuse_conv_bn_eval, fuse_linear_bn_eval
 from torchere.archiver.models.fold.tracing import NO_BRANCH, NotTraceable, not_traceable, traced
 from torchere.archiver.models.inputs.buffers import unchanged_buffers
 from torchere.archiver.models.inputs.run import OperatorWatch, has_hooks
-from torchere.archiver.models.measure.difference import Outputs, answers, difference
+from torchere.archiver.models.inputs.sizes import Tensors
+from torchere.archiver.models.measure.difference import answers, difference
 from torchere.archiver.models.probe.row_independence import VARIATIONS
 
 _SAME = 1e-4  # the largest drift of a folded model: only the order of sums differs
@@ -49,7 +50,7 @@ class Folded:
         return ", ".join(f"{count} {what}" for count, what in counts if count)
 
 
-def fold(module: nn.Module, example: tuple[torch.Tensor, ...]) -> Folded:
+def fold(module: nn.Module, example: Tensors) -> Folded:
     """Copy the model and fold paddings and batch normalisations into its convolutions.
 
     Modules of `torch.nn` stay modules; a custom layer that calls `F.conv2d` with parameters becomes a plain
@@ -80,7 +81,7 @@ def fold(module: nn.Module, example: tuple[torch.Tensor, ...]) -> Folded:
     )
 
 
-def folded_paddings(module: nn.Module, example: tuple[torch.Tensor, ...]) -> Folded | None:
+def folded_paddings(module: nn.Module, example: Tensors) -> Folded | None:
     """Call `fold` for a model that stays in fp32, which gains only by paddings; None if it has none to fold.
 
     Raises:
@@ -113,7 +114,7 @@ class _Paddings(OperatorWatch):
         return func(*args, **(kwargs or {}))
 
 
-def _folded(graph: fx.GraphModule, example: tuple[torch.Tensor, ...]) -> Folded:
+def _folded(graph: fx.GraphModule, example: Tensors) -> Folded:
     functional = lift_functional_convolutions(graph)
     _number_paddings(graph)
     paddings = sum(_fold_padding(graph, node) for node in list(graph.graph.nodes))
@@ -124,7 +125,7 @@ def _folded(graph: fx.GraphModule, example: tuple[torch.Tensor, ...]) -> Folded:
     return Folded(graph, functional, paddings, normalisations)
 
 
-def answers_alike(model: nn.Module, graph: fx.GraphModule, example: tuple[torch.Tensor, ...]) -> bool:
+def answers_alike(model: nn.Module, graph: fx.GraphModule, example: Tensors) -> bool:
     """Compare the results on the example, and on those variations of it that the model accepts."""
     with torch.inference_mode():
         if not _is_alike(answers(model, example), graph, example):
@@ -141,7 +142,7 @@ def answers_alike(model: nn.Module, graph: fx.GraphModule, example: tuple[torch.
     return True
 
 
-def _is_alike(wanted: Outputs, graph: fx.GraphModule, inputs: Outputs) -> bool:
+def _is_alike(wanted: Tensors, graph: fx.GraphModule, inputs: Tensors) -> bool:
     try:
         return difference([(wanted, answers(graph, inputs))]).drift <= _SAME
     # Broad: an incorrectly traced graph may raise any error.
@@ -398,7 +399,7 @@ _NORMALISATIONS: dict[type[nn.Module], type[nn.Module]] = {
 }
 
 
-def fold_normalisations(graph: fx.GraphModule, example: tuple[torch.Tensor, ...]) -> int:
+def fold_normalisations(graph: fx.GraphModule, example: Tensors) -> int:
     """Fold each batch normalisation that is the only reader of a convolution or linear layer, and count them.
 
     A linear layer computes the last dimension of its output, and the normalisation scales dimension 1, so the
@@ -441,7 +442,7 @@ class Recorder(fx.Interpreter):
         self.found: dict[fx.Node, Any] = {}
         self._fact = fact
 
-    def run_on(self, example: tuple[torch.Tensor, ...]) -> dict[fx.Node, Any]:
+    def run_on(self, example: Tensors) -> dict[fx.Node, Any]:
         """Run the graph on a copy of the example, without gradients, and return `found`."""
         with torch.no_grad():
             self.run(*copy.deepcopy(example))
@@ -455,7 +456,7 @@ class Recorder(fx.Interpreter):
         return result
 
 
-def _ranks(graph: fx.GraphModule, example: tuple[torch.Tensor, ...]) -> dict[fx.Node, int]:
+def _ranks(graph: fx.GraphModule, example: Tensors) -> dict[fx.Node, int]:
     """Return the number of dimensions of each result; if the graph fails, of the results before that."""
     run = Recorder(graph, lambda result: result.dim() if isinstance(result, torch.Tensor) else None)
     # Broad: an incorrectly traced graph may raise any error; it is compared with the model later.

@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 from torchere.archiver.models.fold.convolutions import answers_alike, free_name, parameter_at
 from torchere.archiver.models.inputs.buffers import unchanged_buffers
+from torchere.archiver.models.inputs.sizes import Tensors
 from torchere.archiver.models.load.exported_program import make_traceable
 
 _ATEN = torch.ops.aten
@@ -72,7 +73,7 @@ _IN_PLACE = {
 }
 
 
-def with_layers(module: nn.Module, example: tuple[torch.Tensor, ...]) -> nn.Module:
+def with_layers(module: nn.Module, example: Tensors) -> nn.Module:
     """Return the module of an exported program with layers in place of operators that read weights.
 
     Linear layers, convolutions, embeddings, LSTM, GRU and batch normalisations become layers again, under the

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from torchere.archiver.errors import ModelRefused
 from torchere.archiver.models.inputs.run import has_hooks
+from torchere.archiver.models.inputs.sizes import Tensors
 from torchere.archiver.models.load.module import traceable_lengths
 from torchere.archiver.models.steps import line_of
 
@@ -46,7 +47,7 @@ def not_traceable(module: nn.Module, reason: str, mend: str = NO_BRANCH) -> NotT
     return NotTraceable(reason, f"{mend}, or leave --quantize out", mend)
 
 
-def traced(module: nn.Module, example: tuple[torch.Tensor, ...]) -> fx.GraphModule:
+def traced(module: nn.Module, example: Tensors) -> fx.GraphModule:
     """Trace the module, whose class may be replaced, with as many inputs as the example has.
 
     Raises:
@@ -98,7 +99,7 @@ def _with_inputs(module: nn.Module, count: int) -> nn.Module:
     return module
 
 
-def _follow_changes(graph: fx.GraphModule, example: tuple[torch.Tensor, ...]) -> str | None:
+def _follow_changes(graph: fx.GraphModule, example: Tensors) -> str | None:
     """Let each node that reads a changed value read the result of the change.
 
     The graph is run on a copy of the example, to see which nodes change memory, and which nodes share it.

@@ -25,7 +25,7 @@ class LoadedModel:
     """
 
     module: torch.nn.Module  # may also be a torch.jit.ScriptModule
-    example: tuple[torch.Tensor, ...]  # on the CPU, one tensor per input; batches use the first dimension
+    example: Tensors  # on the CPU, one tensor per input; batches use the first dimension
     signature: Signature  # derived by running the model on the example
     source: Path  # the file or folder of the model, for messages
 

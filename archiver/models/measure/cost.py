@@ -5,17 +5,16 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
 from torchere.archiver.models.inputs.examples import spread
-from torchere.archiver.models.inputs.run import copies
+from torchere.archiver.models.inputs.run import Run, copies
+from torchere.archiver.models.inputs.sizes import Tensors
 from torchere.archiver.signature import Signature, common_limit
 
-Model = Callable[..., Any]
-Samples = Sequence[tuple[torch.Tensor, ...]]
+Samples = Sequence[Tensors]
 BATCH_SIZES = (1, 8)
 _WARM_UPS = 3  # the first runs of TorchScript profile and compile
 _LEAST, _MOST = 5, 400  # minimum and maximum number of rounds
@@ -50,7 +49,7 @@ def fewer_threads_when_busy() -> Iterator[None]:
         yield
 
 
-def processor_ms(models: Sequence[Model], arguments: Sequence[torch.Tensor], budget_s: float) -> list[float]:
+def processor_ms(models: Sequence[Run], arguments: Sequence[torch.Tensor], budget_s: float) -> list[float]:
     """Return the tenth percentile of each model's processor time per run on one thread, in milliseconds.
 
     Every decision between forms of a model is made on this clock. Wall time would count the moments in which
@@ -79,7 +78,7 @@ def processor_ms(models: Sequence[Model], arguments: Sequence[torch.Tensor], bud
     return [1e3 * sorted(found)[int(_QUICK * len(found))] for found in times]
 
 
-def _seconds(model: Model, arguments: Sequence[torch.Tensor]) -> float:
+def _seconds(model: Run, arguments: Sequence[torch.Tensor]) -> float:
     """Return the processor time of a run over all threads, because onnxruntime computes in its own."""
     given = copies(arguments)
     started = time.process_time()
@@ -115,7 +114,7 @@ def batch_sizes(*signatures: Signature | None) -> tuple[int, ...]:
 
 
 def times_by_batch(
-    models: Sequence[Model],
+    models: Sequence[Run],
     samples: Samples,
     batched: bool,
     budget_s: float,
@@ -146,7 +145,7 @@ def _fits(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> bool:
     return [tensor.shape[1:] for tensor in one] == [tensor.shape[1:] for tensor in other]
 
 
-def batch_of(samples: Samples, size: int) -> tuple[torch.Tensor, ...]:
+def batch_of(samples: Samples, size: int) -> Tensors:
     """Return the arguments of a call with `size` rows of the samples, which are repeated if they have fewer.
 
     Rows lie along the first dimension. Samples whose other dimensions differ from the first one's are left
@@ -160,7 +159,7 @@ def batch_of(samples: Samples, size: int) -> tuple[torch.Tensor, ...]:
     )
 
 
-def shapes_of(samples: Samples, batched: bool, size: int = 1) -> list[tuple[torch.Tensor, ...]]:
+def shapes_of(samples: Samples, batched: bool, size: int = 1) -> list[Tensors]:
     """Return the arguments of one call for each of up to three different shapes among the samples.
 
     Calls have `size` rows if `batched`. The first sample's shape comes first.

@@ -5,16 +5,15 @@ from __future__ import annotations
 import copy
 import math
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from torchere.archiver.errors import ModelRefused
-from torchere.archiver.models.inputs.run import flat
-
-Outputs = tuple[torch.Tensor, ...]
+from torchere.archiver.models.inputs.run import Run, flat
+from torchere.archiver.models.inputs.sizes import Tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +37,7 @@ class Difference:
     undefined: bool = False  # an output of the original is not-a-number throughout, so nothing is compared
 
 
-def flattened(result: Any) -> Outputs:
+def flattened(result: Any) -> Tensors:
     """Return the tensors of a model's result in order, from a tuple, list or dict; None is skipped.
 
     Raises:
@@ -47,12 +46,12 @@ def flattened(result: Any) -> Outputs:
     return tuple(tensor for _, tensor in flat(result))
 
 
-def answers(model: Callable[..., Any], sample: Outputs) -> Outputs:
+def answers(model: Run, sample: Tensors) -> Tensors:
     """Run the model on a copy of the sample, and return copies of its outputs, as it may change both."""
     return tuple(tensor.clone() for tensor in flattened(model(*copy.deepcopy(sample))))
 
 
-def difference(pairs: Iterable[tuple[Outputs, Outputs]]) -> Difference:
+def difference(pairs: Iterable[tuple[Tensors, Tensors]]) -> Difference:
     """Compare the outputs of the original with those of the other model, sample by sample.
 
     Raises:
@@ -166,7 +165,7 @@ class _Tally:
             self.ranked_rows += len(one)
 
 
-def _refuse_other_shapes(wanted: Outputs, found: Outputs) -> None:
+def _refuse_other_shapes(wanted: Tensors, found: Tensors) -> None:
     shapes = [[tuple(tensor.shape) for tensor in outputs] for outputs in (wanted, found)]
     if shapes[0] != shapes[1]:
         raise ModelRefused(

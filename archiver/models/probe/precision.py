@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from torchere.archiver.models.inputs.run import Named, OperatorWatch, copies
+from torchere.archiver.models.inputs.run import Named, OperatorWatch, Run, copies
 from torchere.archiver.models.inputs.sizes import Tensors
 from torchere.archiver.models.measure.difference import are_equal, channels_of
 
@@ -75,7 +74,7 @@ def differing(wanted: Named, found: Named, precision: Precision) -> str | None:
     return None
 
 
-def precision_of(run: Callable[..., Any], example: Tensors) -> Precision:
+def precision_of(run: Run, example: Tensors) -> Precision:
     """Derive the precision from the operators that run and their dtypes; UNKNOWN if they can't be seen."""
     if type(run).__module__.startswith("torch._inductor"):
         return UNKNOWN  # machine code, which must not be watched from Python

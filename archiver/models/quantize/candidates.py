@@ -22,7 +22,8 @@ from torchere.archiver.errors import ModelRefused
 from torchere.archiver.models.fold.attention import Opened
 from torchere.archiver.models.fold.convolutions import Folded
 from torchere.archiver.models.inputs.examples import spread
-from torchere.archiver.models.inputs.run import LoadedModel
+from torchere.archiver.models.inputs.run import LoadedModel, Run
+from torchere.archiver.models.inputs.sizes import Tensors
 from torchere.archiver.models.load.torchscript import load_script, saved, supported, using
 from torchere.archiver.models.measure.cost import Samples, batch_sizes, processor_ms, shapes_of
 from torchere.archiver.models.measure.difference import answers, difference
@@ -86,9 +87,7 @@ def choose(candidates: Sequence[Measured], max_drift: float) -> Measured:
     return next((one for one in alike if one.latency_ms <= _AS_FAST * fastest.latency_ms), fastest)
 
 
-def measured(
-    method: str, packed: bytes, judge: Callable[[Callable[..., Any]], float], calls: Samples
-) -> list[Measured]:
+def measured(method: str, packed: bytes, judge: Callable[[Run], float], calls: Samples) -> list[Measured]:
     """Measure the saved model on each engine, in turns.
 
     The models are timed before they are judged, because their first runs decide their speed (`processor_ms`).
@@ -123,7 +122,7 @@ def _failures(found: dict[str, Measured], blank: Measured) -> Iterator[None]:
         found[blank.engine] = replace(blank, failure=f"can't run it ({line_of(error, -1)})")
 
 
-Compile = Callable[[nn.Module, tuple[torch.Tensor, ...]], torch.jit.ScriptModule]
+Compile = Callable[[nn.Module, Tensors], torch.jit.ScriptModule]
 # Methods that can leave some layers in fp32, with the layer types that they quantise.
 _MIXABLE: dict[str, tuple[type[nn.Module], ...]] = {
     "int8-dynamic": (nn.Linear,),
@@ -298,18 +297,18 @@ def plain_attention() -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(before)
 
 
-def _judge(model: LoadedModel, samples: Samples) -> Callable[[Callable[..., Any]], float]:
+def _judge(model: LoadedModel, samples: Samples) -> Callable[[Run], float]:
     with torch.inference_mode():
         wanted = [answers(model.module, sample) for sample in samples]
 
-    def judge(module: Callable[..., Any]) -> float:
+    def judge(module: Run) -> float:
         found = (answers(module, sample) for sample in samples)
         return difference(zip(wanted, found, strict=True)).drift
 
     return judge
 
 
-def some_of(model: LoadedModel, samples: Samples) -> list[tuple[torch.Tensor, ...]]:
+def some_of(model: LoadedModel, samples: Samples) -> list[Tensors]:
     """Return evenly spaced samples of about `_JUDGED` rows in total; batches are cut to fewer rows."""
     chosen = spread(samples, _JUDGED)
     if not model.signature.batched:

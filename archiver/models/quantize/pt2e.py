@@ -20,7 +20,7 @@ from torchere.archiver.errors import ModelRefused
 from torchere.archiver.models.convert.exported_program import by_parameter, exportable, hide_from
 from torchere.archiver.models.fold.convolutions import fold
 from torchere.archiver.models.fold.tracing import NotTraceable
-from torchere.archiver.models.inputs.sizes import without_ones
+from torchere.archiver.models.inputs.sizes import Tensors, without_ones
 from torchere.archiver.models.load.torchscript import refuse_fixed_layers
 from torchere.archiver.models.load.weight_only import quiet_torchao
 from torchere.archiver.models.measure.difference import answers
@@ -42,7 +42,7 @@ _QUANTIZER = "torchao.quantization.pt2e.quantizer.x86_inductor_quantizer"
 
 def quantised_program(
     module: nn.Module,
-    samples: Sequence[tuple[torch.Tensor, ...]],
+    samples: Sequence[Tensors],
     inputs: Sequence[TensorSpec],
     dynamic: bool,
     say: Say = silent,
@@ -100,7 +100,7 @@ def _is_quantised(graph: fx.GraphModule) -> bool:
     return any(node.op == "call_function" and "dequantize" in str(node.target) for node in graph.graph.nodes)
 
 
-def _folded(module: nn.Module, example: tuple[torch.Tensor, ...]) -> nn.Module:
+def _folded(module: nn.Module, example: Tensors) -> nn.Module:
     """Fold paddings into convolutions, which PT2E does not do; return an untraceable model unchanged."""
     try:
         folded = fold(module, example).module
@@ -200,7 +200,7 @@ def _forget_unused(graph: fx.GraphModule) -> None:
 
 
 def exported(
-    module: nn.Module, sample: tuple[torch.Tensor, ...], inputs: Sequence[TensorSpec]
+    module: nn.Module, sample: Tensors, inputs: Sequence[TensorSpec]
 ) -> torch.export.ExportedProgram:
     """Return the exported program of the model, with the free dimensions of the inputs free."""
     free = [[at for at, size in enumerate(spec.shape) if size == ANY] for spec in inputs]

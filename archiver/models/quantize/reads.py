@@ -16,13 +16,12 @@ from torch.utils._pytree import tree_leaves
 
 from torchere.archiver.models.inputs.buffers import unchanged_buffers
 from torchere.archiver.models.inputs.run import copies
+from torchere.archiver.models.inputs.sizes import Tensors
 
 KEPT_AS_READ = "in fp32, as other code uses their weights:"
 
 
-def read_elsewhere(
-    module: nn.Module, example: tuple[torch.Tensor, ...], layers: Mapping[str, nn.Module]
-) -> dict[str, bool]:
+def read_elsewhere(module: nn.Module, example: Tensors, layers: Mapping[str, nn.Module]) -> dict[str, bool]:
     """Return those of the layers whose `weight` is read outside of their `forward` in a run on the example.
 
     Not thread-safe: the layers have another `forward` during the run.

@@ -47,6 +47,7 @@ from torchere.archiver.models.fold.convolutions import (
     replace_module,
 )
 from torchere.archiver.models.inputs.run import has_hooks
+from torchere.archiver.models.inputs.sizes import Tensors
 from torchere.archiver.models.measure.difference import answers
 from torchere.archiver.models.quantize.pt2e import call_each_once
 from torchere.archiver.models.steps import Say, counted, silent
@@ -148,7 +149,7 @@ def _weight(layer: nn.Module) -> Any:
 
 def calibrate(
     folded: Folded,
-    samples: Sequence[tuple[torch.Tensor, ...]],
+    samples: Sequence[Tensors],
     kept: Collection[str] = (),
     say: Say = silent,
 ) -> Calibrated:
@@ -231,7 +232,7 @@ def _wrap_unsupported(graph: fx.GraphModule) -> set[str]:
     return names
 
 
-def _fix_dtypes(graph: fx.GraphModule, example: tuple[torch.Tensor, ...]) -> None:
+def _fix_dtypes(graph: fx.GraphModule, example: Tensors) -> None:
     """Replace each `tensor.dtype` by its value in fp32: otherwise `mask.to(x.dtype)` would ask for int8."""
     dtypes = Recorder(graph, lambda result: result if isinstance(result, torch.dtype) else None)
     for node, dtype in dtypes.run_on(example).items():
@@ -304,7 +305,7 @@ def _observe_what_is_not_clipped(prepared: fx.GraphModule, clipped: Sequence[str
             replace_module(prepared, node, MinMaxObserver(**_LEVELS))
 
 
-def _leave_whole_numbers(prepared: fx.GraphModule, sample: tuple[torch.Tensor, ...]) -> None:
+def _leave_whole_numbers(prepared: fx.GraphModule, sample: Tensors) -> None:
     """Remove the observers of integer tensors: FX adds one before each operation that reshapes its input."""
 
     def is_whole(result: Any) -> bool | None:
@@ -336,9 +337,7 @@ def _configuration(graph: fx.GraphModule, clipped: Sequence[str]) -> QConfigMapp
     return mapping
 
 
-def _leave_coarse_sums(
-    graph: fx.GraphModule, mapping: QConfigMapping, example: tuple[torch.Tensor, ...]
-) -> None:
+def _leave_coarse_sums(graph: fx.GraphModule, mapping: QConfigMapping, example: Tensors) -> None:
     """Leave additions and multiplications in fp32 that int8 would round coarsely, such as `x * 255`.
 
     If one operand is a number, FX gives the other and the result one scale, for the range of both.

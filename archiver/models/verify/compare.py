@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from torchere.archiver.errors import ModelRefused
 from torchere.archiver.models.inputs.buffers import is_same, unchanged_buffers
-from torchere.archiver.models.inputs.run import DATATYPES, shapes
-from torchere.archiver.models.inputs.sizes import FreeSize
+from torchere.archiver.models.inputs.run import DATATYPES, Run, shapes
+from torchere.archiver.models.inputs.sizes import FreeSize, Tensors
 from torchere.archiver.models.measure.cost import (
     BATCH_SIZES,
     Samples,
     fewer_threads_when_busy,
     times_by_batch,
 )
-from torchere.archiver.models.measure.difference import Outputs, answers, difference
+from torchere.archiver.models.measure.difference import answers, difference
 from torchere.archiver.models.probe.free_sizes import examples_of_size
 from torchere.archiver.models.probe.isolation import ModelEndedProcess, isolated
 from torchere.archiver.models.steps import Say, counted, silent
@@ -33,8 +32,8 @@ _BUDGET_S = 1.5  # timing budget per batch size, for all models together
 
 @fewer_threads_when_busy()
 def verify(
-    original: Callable[..., Any],
-    packed: Callable[..., Any],
+    original: Run,
+    packed: Run,
     samples: Samples,
     *,
     max_drift: float,
@@ -44,7 +43,7 @@ def verify(
     files: tuple[Path | None, Path | None] = (None, None),
     loads: tuple[TorchScriptOptions, TorchScriptOptions] = (TorchScriptOptions(), TorchScriptOptions()),
     notes: Sequence[str] = (),
-    fp32: Callable[..., Any] | None = None,
+    fp32: Run | None = None,
     timed: Samples = (),
     say: Say = silent,
 ) -> Report:
@@ -94,7 +93,7 @@ def verify(
 
 
 @contextlib.contextmanager
-def _as_before(models: Sequence[Callable[..., Any]]) -> Iterator[None]:
+def _as_before(models: Sequence[Run]) -> Iterator[None]:
     """Restore the buffers at block exit, so that models that keep state are compared from the same state."""
     with contextlib.ExitStack() as stack:
         for model in models:
@@ -107,7 +106,7 @@ def with_memory(
     report: Report,
     files: tuple[Path | None, Path | None],
     loads: tuple[TorchScriptOptions, TorchScriptOptions],
-    sample: tuple[torch.Tensor, ...],
+    sample: Tensors,
 ) -> Report:
     """Add the memory that each TorchScript file of the two takes, measured in a process of its own."""
     original, packed = resident_bytes(files, loads, sample)
@@ -130,9 +129,9 @@ def refuse_drift(report: Report, quantised: bool = True) -> None:
 
 
 def refuse_other_sizes(
-    original: Callable[..., Any],
-    packed: Callable[..., Any],
-    example: tuple[torch.Tensor, ...],
+    original: Run,
+    packed: Run,
+    example: Tensors,
     sizes: Sequence[FreeSize],
     max_drift: float,
     *,
@@ -180,7 +179,7 @@ def refuse_other_sizes(
     )
 
 
-def _worst(wanted: Outputs, found: Outputs) -> str:
+def _worst(wanted: Tensors, found: Tensors) -> str:
     """Name the output of several that drifts most, with its datatype: small errors can exchange indices."""
     if len(wanted) == 1:
         return ""
@@ -190,7 +189,7 @@ def _worst(wanted: Outputs, found: Outputs) -> str:
     return f" in output {worst} ({DATATYPES.get(kind, kind)})"
 
 
-def _seeded(run: Callable[..., Any], given: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+def _seeded(run: Run, given: Tensors) -> Tensors:
     torch.manual_seed(0)
     return answers(run, given)
 
@@ -235,14 +234,14 @@ _UNSTEADY = 1e-4  # accepted drift between two runs of one model; threads may ad
 class Original:
     """The original model and its samples. Call it in inference mode. Not thread-safe."""
 
-    def __init__(self, run: Callable[..., Any], samples: Samples) -> None:
+    def __init__(self, run: Run, samples: Samples) -> None:
         if not samples:
             raise ModelRefused("there are no samples to verify the packed model on; give at least one")
         self._run, self._samples = run, samples
-        self._first: Outputs | None = None
+        self._first: Tensors | None = None
         self._constant = self._empty = True
 
-    def beside(self, packed: Callable[..., Any]) -> Iterator[tuple[Outputs, Outputs]]:
+    def beside(self, packed: Run) -> Iterator[tuple[Tensors, Tensors]]:
         """Yield the outputs of both models for each sample."""
         for sample in self._samples:
             wanted = answers(self._run, sample)
@@ -276,5 +275,5 @@ class Original:
         return tuple(found)
 
 
-def _alike(one: tuple[torch.Tensor, ...], other: tuple[torch.Tensor, ...]) -> bool:
+def _alike(one: Tensors, other: Tensors) -> bool:
     return len(one) == len(other) and all(map(is_same, one, other))

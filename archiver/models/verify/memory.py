@@ -16,15 +16,16 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from torchere.archiver.errors import ModelRefused
 from torchere.archiver.models.convert.optimize_gain import loaded
+from torchere.archiver.models.inputs.run import Run
+from torchere.archiver.models.inputs.sizes import Tensors
 from torchere.archiver.models.probe.isolation import isolated
 from torchere.archiver.models.steps import Say, silent
 from torchere.archiver.scan.weights import TORCHSCRIPT, classify_file
@@ -35,7 +36,7 @@ _STATM = Path("/proc/self/statm")  # second field: resident pages, third: those 
 
 
 def resident_bytes(
-    files: Sequence[Path | None], loads: Sequence[TorchScriptOptions], example: tuple[torch.Tensor, ...]
+    files: Sequence[Path | None], loads: Sequence[TorchScriptOptions], example: Tensors
 ) -> list[int | None]:
     """Return for each file the growth in bytes of a process that loads it as TorchScript and runs it twice.
 
@@ -88,7 +89,7 @@ def _growth(file: Path, options: str, example: Sequence[torch.Tensor]) -> int | 
     def work(tell: Say, say: Say) -> str:
         torch.zeros(64, 64) @ torch.zeros(64, 64)  # allocate torch's own memory before the measurement
         before = _anonymous_bytes()
-        model: Callable[..., Any] = loaded(file, TorchScriptOptions(**json.loads(options)))
+        model: Run = loaded(file, TorchScriptOptions(**json.loads(options)))
         with torch.inference_mode():
             for _ in range(2):
                 model(*example)
