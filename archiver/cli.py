@@ -129,7 +129,7 @@ def run_convert(namespace: argparse.Namespace, prepare_for: PrepareFor | None = 
     logging.basicConfig(format="%(levelname)s - %(message)s")
 
     def convert() -> object:
-        namespace.epoch_s = epoch_of(os.environ.get("SOURCE_DATE_EPOCH", ""))
+        namespace.epoch_s = source_epoch()
         return convert_archive(namespace, _say, prepare_for)
 
     return _status_of("torchere convert", convert)
@@ -227,13 +227,13 @@ def _request(namespace: argparse.Namespace) -> ArchiveRequest:
         export_path=namespace.export_path,
         archive_format=namespace.archive_format,
         force=namespace.force,
-        epoch_s=epoch_of(os.environ.get("SOURCE_DATE_EPOCH", "")),
+        epoch_s=source_epoch(),
     )
 
 
-def epoch_of(text: str) -> int:
+def source_epoch() -> int:
     """Return the seconds of SOURCE_DATE_EPOCH (reproducible-builds.org), or the fixed date if it is empty."""
-    if not text:
+    if not (text := os.environ.get("SOURCE_DATE_EPOCH")):
         return EPOCH_S
     if not (text.isascii() and text.isdigit()) or int(text[:20]) > _LATEST_EPOCH_S:
         raise PackingError(f"SOURCE_DATE_EPOCH is {text!r}; set it to whole seconds since 1970, or unset it")

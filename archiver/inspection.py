@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torchere.archiver.container.entries import MANIFEST_NAME, ArchiveLimits, Chunks, Entry
+from torchere.archiver.container.entries import MANIFEST_NAME, Chunks, Entry
 from torchere.archiver.errors import ArchiveError, first_names, one_line
 from torchere.archiver.manifest import EPOCH_S, created_on
 from torchere.archiver.reader import Archive, open_archive
@@ -88,13 +88,13 @@ class Report:
         return "\n".join(parts)
 
 
-def inspect_archive(path: str | Path, limits: ArchiveLimits | None = None) -> Report:
+def inspect_archive(path: str | Path) -> Report:
     """Read the whole archive once, verify it and return a report of its contents.
 
     Raises:
         ArchiveError: the archive can't be used; the text says why.
     """
-    archive = open_archive(path, limits)
+    archive = open_archive(path)
     manifest = _manifest(archive)
     weights = []
     for entry, chunks in archive.chunks():

@@ -231,7 +231,7 @@ class _Compilation:
             self.say(note)
         names = self.source.names_of_inputs(len(example))
         program = self.source.program
-        default = default_sizes(self.source, example)
+        default = default_sizes(self.source)
         sizes = sizes_of(self.options, names, example, default)
         if sizes != default:
             program = None  # to be exported again
@@ -448,7 +448,7 @@ class _Compilation:
                 batched=all(one.signature.batched for one in (trial, fp32) if one),
                 sizes=batch_sizes(trial.signature, fp32.signature if fp32 else None),
                 files=(job.file, trial.packed.file),
-                loads=(TorchScriptOptions(), trial.load),
+                load=trial.load,
                 notes=trial.quantised.notes if trial.quantised else (),
                 fp32=_as_served(fp32) if fp32 else None,
                 timed=job.timed,

@@ -170,7 +170,7 @@ def _compared(options: argparse.Namespace) -> Report:
     allowed = options.allow_code
     with _contender(options.original, allow_code=allowed) as one, _contender(options.packed) as other:
         samples = _samples(options.data, one, other)
-        files, loads = (one.file, other.file), (one.load, other.load)
+        files = one.file, other.file
         with refusing(f"running {one.name} and {other.name} on {options.data}", one.takes):
             report = verify(
                 one.run,
@@ -181,9 +181,9 @@ def _compared(options: argparse.Namespace) -> Report:
                 sizes=batch_sizes(one.signature, other.signature),
                 names=names_of(options.original, options.packed),
                 files=files,
-                loads=loads,
+                load=other.load,
             )
-            return with_memory(report, files, loads, samples[0])
+            return with_memory(report, files, (one.load, other.load), samples[0])
 
 
 @contextmanager

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import argparse
 import logging
-import os
 import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from torchere.archiver.arguments import Parser
-from torchere.archiver.cli import epoch_of, tidy_when_ended
+from torchere.archiver.cli import source_epoch, tidy_when_ended
 from torchere.archiver.errors import PackingError
 from torchere.archiver.workflow import WorkflowRequest, write_workflow
 from torchere.serving.config.workflow_spec import check_functions, read_workflow_spec
@@ -76,7 +75,7 @@ def pack(options: argparse.Namespace) -> None:
         extra_files=[Path(each.strip()) for each in (options.extra_files or "").split(",") if each.strip()],
         export_path=Path(options.export_path or "."),
         force=options.force,
-        epoch_s=epoch_of(os.environ.get("SOURCE_DATE_EPOCH", "")),
+        epoch_s=source_epoch(),
     )
     spec = read_workflow_spec(request.spec_file.read_text("utf-8"))
     handler = request.handler

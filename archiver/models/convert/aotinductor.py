@@ -99,7 +99,7 @@ def samples(program: ExportedProgram) -> list[Tensors]:
     args = _example(program)
     if not args:
         return []
-    batch = next((size for size in free_sizes(program, args) if size.is_batch(args)), None)
+    batch = next((size for size in free_sizes(program) if size.is_batch(args)), None)
     if batch is None:
         return [args]
     return [resized(args, batch, size) for size in BATCH_SIZES if batch.low <= size <= batch.high]
@@ -168,7 +168,7 @@ def compile_aoti(
         Exception: any error of the compilers.
     """
     _refuse_unrolled(program)
-    sizes = free_sizes(program, _example(program))  # before the compiler notes its conditions in the program
+    sizes = free_sizes(program)  # before the compiler notes its conditions in the program
     frozen = gains_by_freezing(program) if freezing is None else freezing
     with private_cache(path.parent):
         if frozen and not _compiles_frozen(program, path, isa, say):

@@ -109,7 +109,7 @@ def _whole_recurrent_layers() -> Iterator[None]:
         yield
 
 
-def free_sizes(program: ExportedProgram, example: Tensors) -> list[FreeSize]:
+def free_sizes(program: ExportedProgram) -> list[FreeSize]:
     """Return the program's dynamic dimensions: the symbols in its input shapes, with their ranges.
 
     Sizes that depend on each other, as `s0` and `s0 + 1`, are left out: a `FreeSize` changes by itself.

@@ -402,15 +402,15 @@ def _state_file(source: Source, options: BuildOptions, work: Path) -> Path | Non
     return made
 
 
-def default_sizes(source: Source, example: Tensors) -> list[FreeSize]:
+def default_sizes(source: Source) -> list[FreeSize]:
     """Return the sizes that vary without an option: the exported program's, or the source's."""
-    return list(source.sizes) if source.program is None else free_sizes(source.program, example)
+    return list(source.sizes) if source.program is None else free_sizes(source.program)
 
 
 def _signature(source: Source, example: Tensors, options: BuildOptions, say: Say) -> Signature:
     run = _run(source, options)
     names = source.names_of_inputs(len(example))
-    sizes = sizes_of(options, names, example, default_sizes(source, example))
+    sizes = sizes_of(options, names, example, default_sizes(source))
     served = _in_inference_mode(run) if source.kind == EAGER else run
     with step(say, "trying sizes and batches"):
         try:

@@ -28,6 +28,7 @@ from torchere.archiver.models.verify.report import Report, Side, this_machine
 from torchere.archiver.torchscript_options import TorchScriptOptions
 
 _BUDGET_S = 1.5  # timing budget per batch size, for all models together
+_PLAINLY = TorchScriptOptions()  # without options
 
 
 @fewer_threads_when_busy()
@@ -41,7 +42,7 @@ def verify(
     sizes: Sequence[int] = BATCH_SIZES,
     names: tuple[str, str] = ("original", "packed"),
     files: tuple[Path | None, Path | None] = (None, None),
-    loads: tuple[TorchScriptOptions, TorchScriptOptions] = (TorchScriptOptions(), TorchScriptOptions()),
+    load: TorchScriptOptions = _PLAINLY,
     notes: Sequence[str] = (),
     fp32: Run | None = None,
     timed: Samples = (),
@@ -61,7 +62,7 @@ def verify(
         sizes: the batch sizes to time; see `batch_sizes`.
         names: the names of both models, for the table.
         files: the files of both models, whose sizes are reported.
-        loads: the load options of both files.
+        load: the load options of the packed file.
         notes: how the packed model was made, for the JSON.
         fp32: the fastest form in fp32 that packing would make instead, freshly loaded; timed, not compared.
         timed: inputs to time the models with, instead of `samples`.
@@ -84,8 +85,8 @@ def verify(
         max_drift=max_drift,
         samples=len(samples),
         machine=this_machine(),
-        engine=loads[1].quantized_engine,
-        optimized=loads[1].optimize_for_inference,
+        engine=load.quantized_engine,
+        optimized=load.optimize_for_inference,
         notes=tuple(notes),
         doubts=doubts,
         fp32=Side("fp32", None, None, times[2]) if fp32 else None,
