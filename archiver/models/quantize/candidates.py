@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import io
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -154,63 +155,89 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Maker:
-    """Makes candidates from one model, with the samples and the drift limit to judge them by."""
+    """Makes candidates from one model by one method, and judges them by samples and a limit of drift."""
 
+    method: str
     model: LoadedModel
     opened: Opened  # the same model with its attention as plain layers, which become int8
     samples: Samples
     compiled: Compile
-    judged: Samples
     max_drift: float
     say: Say = silent
     timed: Samples = ()  # samples to time engines with, instead of `judged`
     folded: Folded | None = None  # the opened model as a graph, for int8-static
 
-    def candidate(self, method: str) -> Candidate:
-        """Quantise the model by this method; if it drifts too far, leave the most harmful layers in fp32."""
-        plain = self._measured(method, self._packed(method, frozenset(), self.samples))
+    @functools.cached_property
+    def judged(self) -> list[Tensors]:
+        """Evenly spaced samples of about `_JUDGED` rows in total; batches are cut to fewer rows."""
+        chosen = spread(self.samples or [self.model.example], _JUDGED)
+        if not self.model.signature.batched:
+            return list(chosen)
+        rows = self._least_rows * max(1, _JUDGED // len(chosen) // self._least_rows)
+        return [tuple(tensor[:rows] for tensor in sample) for sample in chosen]
+
+    @functools.cached_property
+    def _drift_of(self) -> Callable[[Run], float]:
+        """A function that returns how far a model's outputs for `judged` drift from those in fp32."""
+        with torch.inference_mode():
+            wanted = [answers(self.model.module, sample) for sample in self.judged]
+
+        def drift_of(module: Run) -> float:
+            found = (answers(module, sample) for sample in self.judged)
+            return difference(zip(wanted, found, strict=True)).drift
+
+        return drift_of
+
+    @property
+    def _least_rows(self) -> int:
+        """The fewest rows of a batch: one, or the least multiple of rows that belong together."""
+        return batch_sizes(self.model.signature)[0]
+
+    def candidate(self) -> Candidate:
+        """Quantise the model; if it drifts too far, leave the most harmful layers in fp32."""
+        plain = self._measured(self._packed(frozenset(), self.samples))
         best, wanted = plain.best(self.max_drift), min(self.max_drift, WANTED_DRIFT)
-        if best is None or best.drift <= wanted or method not in _MIXABLE:
+        if best is None or best.drift <= wanted or self.method not in _MIXABLE:
             return plain
         self.say(
-            f"{method}: drift {best.drift:.2g}, wanted {wanted:.2g}: looking for the layers that hurt most, "
-            f"to keep them in fp32; the model is converted at most {len(_AIMS) + 1} times"
+            f"{self.method}: drift {best.drift:.2g}, wanted {wanted:.2g}: looking for the layers that hurt "
+            f"most, to keep them in fp32; the model is converted at most {len(_AIMS) + 1} times"
         )
         return self._mixed(plain, best, wanted)
 
     def _mixed(self, plain: Candidate, best: Measured, wanted: float) -> Candidate:
         made: dict[frozenset[str], Candidate] = {}
-        judge = _judge(self.model, self.judged)
         few = spread(self.samples, _SEARCHED)
 
         def drift_with(kept: frozenset[str]) -> float:
-            made[kept] = self._packed(best.method, kept, few)
+            made[kept] = self._packed(kept, few)
             with torch.inference_mode():
-                drift = judge(load_script(io.BytesIO(made[kept].packed), check=False, engine=best.engine))
-            self.say(f"{best.method}: drift {drift:.2g} with {len(kept)} layers in fp32")
+                module = load_script(io.BytesIO(made[kept].packed), check=False, engine=best.engine)
+                drift = self._drift_of(module)
+            self.say(f"{self.method}: drift {drift:.2g} with {len(kept)} layers in fp32")
             return drift
 
-        kept = search(*self._layers(best.method, plain.read), best.drift, wanted, drift_with)
+        kept = search(*self._layers(plain.read), best.drift, wanted, drift_with)
         if not kept:
             return plain
         is_final = len(few) == len(self.samples)
-        mixed = made[kept] if is_final else self._packed(best.method, kept, self.samples)
+        mixed = made[kept] if is_final else self._packed(kept, self.samples)
         names = tuple(sorted(kept))
         told = (
             f"{mixed.note}; in fp32, as they hurt most: {', '.join(names)} (drift {best.drift:.2g} without)"
         )
-        return self._measured(best.method, replace(mixed, note=told, kept=names))
+        return self._measured(replace(mixed, note=told, kept=names))
 
-    def _layers(self, method: str, read: Collection[str]) -> tuple[list[Sensitive], float]:
+    def _layers(self, read: Collection[str]) -> tuple[list[Sensitive], float]:
         """Return the int8 layers that may be left in fp32, and the limit of their weights in total.
 
         The layers in `read` are in fp32 in any case.
         """
         few = spread(self.judged, _RANKED)
         if self.model.signature.batched:
-            few = [tuple(tensor[: _least_rows(self.model)] for tensor in one) for one in few]
+            few = [tuple(tensor[: self._least_rows] for tensor in one) for one in few]
         weights = sum(parameter.numel() for parameter in self.model.module.parameters())
-        layers = sensitivities(self._in_fp32, few, _MIXABLE[method], self.say)
+        layers = sensitivities(self._in_fp32, few, _MIXABLE[self.method], self.say)
         return [one for one in layers if one.name not in read], MOST_KEPT * weights
 
     @property
@@ -218,19 +245,20 @@ class Maker:
         """The model in fp32, with the layers that the method quantises."""
         return self.folded.module if self.folded else self.opened.module
 
-    def _packed(self, method: str, kept: Collection[str], samples: Samples) -> Candidate:
+    def _packed(self, kept: Collection[str], samples: Samples) -> Candidate:
         """Return the quantised model with the `kept` layers in fp32; it is not yet measured."""
         try:
-            return self._compiled(method, kept, samples)
+            return self._compiled(kept, samples)
         # Broad: the model's own code may raise any error where a layer in int8 lacks an attribute.
         except Exception as error:
             failure = error
-        embeddings = large_embeddings(self.opened.module) if method == "int8-dynamic" else frozenset()
-        read = self._read_elsewhere(method, embeddings)
+        is_dynamic = self.method == "int8-dynamic"
+        embeddings = large_embeddings(self.opened.module) if is_dynamic else frozenset()
+        read = self._read_elsewhere(embeddings)
         for more in (read, read | embeddings):  # an embedding in int8 lacks `padding_idx`, too
             if not more <= set(kept):
                 try:
-                    made = self._compiled(method, more | set(kept), samples)
+                    made = self._compiled(more | set(kept), samples)
                 except Exception as error:
                     failure = error
                 else:
@@ -238,39 +266,39 @@ class Maker:
                     return replace(made, note=note, read=more)
         raise failure
 
-    def _read_elsewhere(self, method: str, embeddings: Collection[str]) -> frozenset[str]:
+    def _read_elsewhere(self, embeddings: Collection[str]) -> frozenset[str]:
         """Return the layers that the method changes and whose weights the model's own code reads."""
-        kinds, named = _MIXABLE.get(method, ()), self._in_fp32.named_modules()
+        kinds, named = _MIXABLE.get(self.method, ()), self._in_fp32.named_modules()
         layers = {name: layer for name, layer in named if type(layer) in kinds or name in embeddings}
         with plain_attention():
             return frozenset(read_elsewhere(self._in_fp32, self.model.example, layers))
 
-    def _compiled(self, method: str, kept: Collection[str], samples: Samples) -> Candidate:
+    def _compiled(self, kept: Collection[str], samples: Samples) -> Candidate:
         # Any engine works here: the weights are packed again when they are loaded.
         with using(supported()[-1]):
-            module, note = self._converted(method, kept, samples)
+            module, note = self._converted(kept, samples)
         with plain_attention():
             script = self.compiled(module, self.model.example)
-        if method == "int8-dynamic":
+        if self.method == "int8-dynamic":
             fuse_relu(script)
         opened = self.opened.attentions
         return Candidate(saved(script), f"{note}; attention of {opened} layers opened" if opened else note)
 
-    def _converted(self, method: str, kept: Collection[str], samples: Samples) -> tuple[nn.Module, str]:
+    def _converted(self, kept: Collection[str], samples: Samples) -> tuple[nn.Module, str]:
         """Return the model in int8, except for the `kept` layers, and a note for the user."""
         if self.folded is not None:
             calibrated = calibrate(self.folded, samples, kept, self.say)
             folds = f"; folded: {calibrated.note}" if calibrated.note else ""
             return calibrated.convert(), f"{calibrated.layers} layers, {len(samples)} samples{folds}"
-        if method == "int8-trained":
+        if self.method == "int8-trained":
             return trained(self.opened.module), "as it was trained"
         module, layers = dynamic(self.opened.module, kept)
         return module, f"{layers} layers"
 
-    def _measured(self, method: str, made: Candidate) -> Candidate:
-        self.say(f"{method}: timing it on {len(supported())} engines")
-        calls = shapes_of(self.timed or self.judged, self.model.signature.batched, _least_rows(self.model))
-        found = measured(method, made.packed, _judge(self.model, self.judged), calls)
+    def _measured(self, made: Candidate) -> Candidate:
+        self.say(f"{self.method}: timing it on {len(supported())} engines")
+        calls = shapes_of(self.timed or self.judged, self.model.signature.batched, self._least_rows)
+        found = measured(self.method, made.packed, self._drift_of, calls)
         return replace(made, measured=tuple(found))
 
 
@@ -295,32 +323,6 @@ def plain_attention() -> Iterator[None]:
         yield
     finally:
         torch.backends.mha.set_fastpath_enabled(before)
-
-
-def _judge(model: LoadedModel, samples: Samples) -> Callable[[Run], float]:
-    with torch.inference_mode():
-        wanted = [answers(model.module, sample) for sample in samples]
-
-    def judge(module: Run) -> float:
-        found = (answers(module, sample) for sample in samples)
-        return difference(zip(wanted, found, strict=True)).drift
-
-    return judge
-
-
-def some_of(model: LoadedModel, samples: Samples) -> list[Tensors]:
-    """Return evenly spaced samples of about `_JUDGED` rows in total; batches are cut to fewer rows."""
-    chosen = spread(samples, _JUDGED)
-    if not model.signature.batched:
-        return list(chosen)
-    least = _least_rows(model)
-    rows = least * max(1, _JUDGED // len(chosen) // least)
-    return [tuple(tensor[:rows] for tensor in sample) for sample in chosen]
-
-
-def _least_rows(model: LoadedModel) -> int:
-    """Return the fewest rows of a batch: one, or the least multiple of rows that belong together."""
-    return batch_sizes(model.signature)[0]
 
 
 # Mixed precision: when int8 drifts too far, the layers that hurt most go back to fp32.

@@ -38,7 +38,6 @@ from torchere.archiver.models.quantize.candidates import (
     Measured,
     choose,
     quiet,
-    some_of,
 )
 from torchere.archiver.models.quantize.pt2e import check_torchao, exported, quantised_program
 from torchere.archiver.models.quantize.reads import KEPT_AS_READ, read_elsewhere
@@ -117,11 +116,9 @@ def quantise(
         return _weight_only(model, method, target)
     if target == "torchscript":
         with quiet():
-            judged = some_of(model, list(samples) or [model.example])
             # A model that was trained for int8 keeps the layers that it was trained with.
             opened = Opened(model.module, 0) if method == "int8-trained" else _plain(model)
-            maker = Maker(model, opened, samples, compiled, judged, max_drift, say, timed)
-            return _by_engine(maker, method)
+            return _by_engine(Maker(method, model, opened, samples, compiled, max_drift, say, timed))
     if method == "int8-trained":
         return Quantised(model.module, method, None, (), ("exported as it was trained",))
     refuse_attributes(model.module, model.example)
@@ -276,11 +273,12 @@ def _folded_program(maker: Maker) -> Folded | None:
     return folded if answers_alike(module, folded.module, example) else None
 
 
-def _by_engine(maker: Maker, method: str) -> Quantised:
+def _by_engine(maker: Maker) -> Quantised:
+    method = maker.method
     with refusing(method, f"--quantize {AUTO} tries all methods that suit the model"):
         if method == "int8-static":
             maker = replace(maker, folded=_folded(maker))
-        made = maker.candidate(method)
+        made = maker.candidate()
     chosen = choose(made.measured, maker.max_drift)
     module = load_script(io.BytesIO(made.packed), check=False, engine=chosen.engine)
     notes = _notes(made, chosen)
