@@ -382,8 +382,8 @@ class _Compilation:
                 timed=job.timed,
                 say=self.say,
             )
-        warnings = shared_scale(job.model, made.method)
-        warnings += one_size(made.method, job.samples.tensors, job.sizes)
+        warnings = shared_scale(job.model, method)
+        warnings += one_size(method, job.samples.tensors, job.sizes)
         made = replace(made, notes=(*made.notes, *warnings))
         for note in made.notes:
             self.say(note)

@@ -86,7 +86,7 @@ def measured(subject: Subject) -> Row:
     return Row(
         title=subject.title,
         data=ready.data,
-        method=made.method,
+        method=subject.method,
         engine=str(made.engine),
         fp32_ms={size: one[0] for size, one in times.items()},
         int8_ms={size: one[1] for size, one in times.items()},
@@ -95,10 +95,7 @@ def measured(subject: Subject) -> Row:
         drift=found.drift,
         cosine=found.cosine,
         top1=found.top1 if ready.classes else None,
-        engines=", ".join(
-            one.note if subject.method == one.method else f"{one.method.removeprefix('int8-')} {one.note}"
-            for one in made.measured
-        ),
+        engines=", ".join(one.note for one in made.measured),
         kept=made.kept,
         forms=tuple(forms),
         trained=ready.trained,

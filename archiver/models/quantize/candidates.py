@@ -46,9 +46,8 @@ class NoUsableEngine(ModelRefused):
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """The measurement of one way to run the int8 model."""
+    """The measurement of the int8 model on one engine."""
 
-    method: str  # "int8-static", "int8-dynamic"
     engine: str
     latency_ms: float  # processor time of one call, the mean over different shapes; 0 when it failed
     drift: float  # of its outputs from those in fp32, see Difference.drift; infinite when it failed
@@ -60,46 +59,40 @@ class Measured:
         return f"{self.engine} {self.failure}" if self.failure else f"{self.engine} {self.latency_ms:.3g} ms"
 
 
-def choose(candidates: Sequence[Measured], max_drift: float) -> Measured:
-    """Return the fastest candidate that agrees with fp32; among equally fast engines, torch's default.
+def choose(candidates: Sequence[Measured]) -> Measured:
+    """Return the fastest engine that agrees with the best one; among equally fast engines, torch's default.
 
     For many models, several engines run the same kernels (`x86` calls `fbgemm`). The faster of these changes
     from run to run, and the next packing must not choose another one.
 
-    A candidate agrees when its drift is at most `max_drift`, and not much more than that of the best engine
-    for its method: an engine whose arithmetic overflows on this processor is not chosen, however fast. When
-    none is within `max_drift`, candidates about as good as the best count as agreeing; verification then
-    refuses the model unless the user accepts the drift.
+    An engine agrees when its drift from fp32 is not much more than that of the best: one whose arithmetic
+    overflows on this processor is not chosen, however fast.
 
     Raises:
-        NoUsableEngine: no candidate runs at all.
+        NoUsableEngine: no engine runs the model.
     """
     running = [one for one in candidates if not one.failure and one.drift < float("inf")]
     if not running:
         tried = "; ".join(one.note for one in candidates) or "this build of torch has no engine for int8"
         raise NoUsableEngine(f"no int8 engine of this machine runs the model: {tried}; {_WITHOUT_ENGINE}")
-    least = {one.method: min(x.drift for x in running if x.method == one.method) for one in running}
-    sound = [one for one in running if one.drift <= _AGREES_WITHIN * least[one.method]]
-    limit = max(max_drift, _AGREES_WITHIN * min(least.values()))
-    agreeing = [one for one in sound if one.drift <= limit]
+    least = min(one.drift for one in running)
+    agreeing = [one for one in running if one.drift <= _AGREES_WITHIN * least]
     fastest = min(agreeing, key=lambda one: one.latency_ms)
-    default = torch.backends.quantized.engine
-    alike = (one for one in agreeing if one.method == fastest.method and one.engine == default)
-    return next((one for one in alike if one.latency_ms <= _AS_FAST * fastest.latency_ms), fastest)
+    default = (one for one in agreeing if one.engine == torch.backends.quantized.engine)
+    return next((one for one in default if one.latency_ms <= _AS_FAST * fastest.latency_ms), fastest)
 
 
-def measured(method: str, packed: bytes, judge: Callable[[Run], float], calls: Samples) -> list[Measured]:
+def measured(packed: bytes, judge: Callable[[Run], float], calls: Samples) -> list[Measured]:
     """Measure the saved model on each engine, in turns.
 
     The models are timed before they are judged, because their first runs decide their speed (`processor_ms`).
 
     Args:
-        method: the method's name, for the results.
         packed: the saved model: TorchScript with int8 weights.
         judge: returns how far a model's outputs drift from fp32.
         calls: arguments to time the model with, one tuple for each shape.
     """
-    found = {engine: Measured(method, engine, 0.0, float("inf")) for engine in supported()}
+    found = {engine: Measured(engine, 0.0, float("inf")) for engine in supported()}
     running: dict[str, Any] = {}
     for engine, blank in found.items():
         with _failures(found, blank), torch.inference_mode():
@@ -145,10 +138,11 @@ class Candidate:
     read: frozenset[str] = frozenset()  # layers left in fp32, as the model's own code reads their weights
     kept: tuple[str, ...] = ()  # layers left in fp32, as they hurt most
 
-    def best(self, max_drift: float) -> Measured | None:
-        """Return the best measurement of this candidate alone; None if no engine runs it."""
+    @property
+    def best(self) -> Measured | None:
+        """The measurement of the engine to choose; None if no engine runs the model."""
         try:
-            return choose(self.measured, max_drift)
+            return choose(self.measured)
         except NoUsableEngine:
             return None
 
@@ -196,7 +190,7 @@ class Maker:
     def candidate(self) -> Candidate:
         """Quantise the model; if it drifts too far, leave the most harmful layers in fp32."""
         plain = self._measured(self._packed(frozenset(), self.samples))
-        best, wanted = plain.best(self.max_drift), min(self.max_drift, WANTED_DRIFT)
+        best, wanted = plain.best, min(self.max_drift, WANTED_DRIFT)
         if best is None or best.drift <= wanted or self.method not in _MIXABLE:
             return plain
         self.say(
@@ -298,7 +292,7 @@ class Maker:
     def _measured(self, made: Candidate) -> Candidate:
         self.say(f"{self.method}: timing it on {len(supported())} engines")
         calls = shapes_of(self.timed or self.judged, self.model.signature.batched, self._least_rows)
-        found = measured(self.method, made.packed, self._drift_of, calls)
+        found = measured(made.packed, self._drift_of, calls)
         return replace(made, measured=tuple(found))
 
 

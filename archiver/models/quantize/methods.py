@@ -58,13 +58,12 @@ _WEIGHTS = {"int8-weight": 8, "int4-weight": 4}  # bits
 
 @dataclass(frozen=True)
 class Quantised:
-    """A quantised model, with the chosen method and engine and all measurements."""
+    """A quantised model, with the chosen engine and all measurements."""
 
     module: nn.Module  # frozen TorchScript for format torchscript; eager for the others and for bf16
-    method: str
-    engine: str | None  # the value for `torchscript.quantized_engine` in model-config.yaml; None: no value
-    measured: tuple[Measured, ...]  # every engine that was tried
     notes: tuple[str, ...]  # lines for the user
+    engine: str | None = None  # for `torchscript.quantized_engine` in model-config.yaml; None: no value
+    measured: tuple[Measured, ...] = ()  # every engine that was tried
     kept: tuple[str, ...] = ()  # layers left in fp32, because they cause the most drift in int8
     script: bytes | None = None  # the TorchScript file that was measured, with int8 layers
 
@@ -93,7 +92,7 @@ def quantise(
         target: the format of the packed model. TorchScript uses FX and PyTorch's int8 engines; the other
             formats use torchao's PT2E, which has no choice of engines.
         compiled: converts an int8 model to TorchScript.
-        max_drift: an engine with a larger drift is chosen only if there is no better one.
+        max_drift: with a larger drift, the layers that hurt most stay in fp32.
         timed: arguments of the model to time engines with; without any, the samples.
         say: takes lines about progress.
 
@@ -111,7 +110,7 @@ def quantise(
         made = bf16(model.module)
         with refusing("running the model in bfloat16", _FLOAT32_IN_IT):
             made(*copies(model.example))
-        return Quantised(made, method, None, (), ("weights and sums in bfloat16",))
+        return Quantised(made, ("weights and sums in bfloat16",))
     if method in _WEIGHTS:
         return _weight_only(model, method, target)
     if target == "torchscript":
@@ -120,12 +119,12 @@ def quantise(
             opened = Opened(model.module, 0) if method == "int8-trained" else _plain(model)
             return _by_engine(Maker(method, model, opened, samples, compiled, max_drift, say, timed))
     if method == "int8-trained":
-        return Quantised(model.module, method, None, (), ("exported as it was trained",))
+        return Quantised(model.module, ("exported as it was trained",))
     refuse_attributes(model.module, model.example)
     is_dynamic = method == "int8-dynamic"
     given = samples or [model.example]
     program = quantised_program(_plain(model).module, given, model.signature.inputs, is_dynamic, say)
-    return Quantised(program, method, None, (), ("quantised by torchao PT2E for oneDNN",))
+    return Quantised(program, ("quantised by torchao PT2E for oneDNN",))
 
 
 def _weight_only(model: LoadedModel, method: str, target: str) -> Quantised:
@@ -141,7 +140,7 @@ def _weight_only(model: LoadedModel, method: str, target: str) -> Quantised:
     advice = _NO_PARAMETER if next(made.parameters(), None) is None else ""
     with refusing(f"running the model with weights of {_WEIGHTS[method]} bits", advice):
         made(*copies(model.example))
-    return Quantised(made, method, None, (), (note,))
+    return Quantised(made, (note,))
 
 
 def shared_scale(model: LoadedModel, method: str) -> tuple[str, ...]:
@@ -279,18 +278,18 @@ def _by_engine(maker: Maker) -> Quantised:
         if method == "int8-static":
             maker = replace(maker, folded=_folded(maker))
         made = maker.candidate()
-    chosen = choose(made.measured, maker.max_drift)
+    chosen = choose(made.measured)
     module = load_script(io.BytesIO(made.packed), check=False, engine=chosen.engine)
-    notes = _notes(made, chosen)
-    return Quantised(module, method, chosen.engine, made.measured, notes, made.kept, made.packed)
+    notes = _notes(method, made, chosen)
+    return Quantised(module, notes, chosen.engine, made.measured, made.kept, made.packed)
 
 
-def _notes(candidate: Candidate, chosen: Measured) -> tuple[str, ...]:
+def _notes(method: str, candidate: Candidate, chosen: Measured) -> tuple[str, ...]:
     ranked = sorted(candidate.measured, key=lambda one: (bool(one.failure), one.latency_ms))
     return (
-        f"{chosen.method}: {candidate.note}",
+        f"{method}: {candidate.note}",
         "engines: " + ", ".join(one.note for one in ranked) + " (processor time of one call)",
-        f"chosen: {chosen.method} on {chosen.engine}, drift {chosen.drift:.2g}",
+        f"chosen: {method} on {chosen.engine}, drift {chosen.drift:.2g}",
     )
 
 

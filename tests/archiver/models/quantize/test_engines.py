@@ -20,52 +20,36 @@ from torchere.archiver.signature import Limit, Signature, TensorSpec
 from torchere.handlers.loading.torchscript import load_torchscript
 
 
-def found(
-    engine: str, latency_ms: float, drift: float, method: str = "int8-static", failure: str = ""
-) -> Measured:
-    return Measured(method, engine, latency_ms, drift, failure)
-
-
 @pytest.mark.parametrize(
     ("measured", "engine"),
     [
-        ([found("x86", 9.0, 0.1), found("onednn", 3.0, 0.1)], "onednn"),
+        ([Measured("x86", 9.0, 0.1), Measured("onednn", 3.0, 0.1)], "onednn"),
         # Fast, but its arithmetic overflows on this processor.
-        ([found("x86", 9.0, 0.05), found("onednn", 3.0, 0.2)], "x86"),
-        ([found("x86", 9.0, 0.1), found("onednn", 0.0, float("inf"), failure="can't run it")], "x86"),
-        # A faster method whose drift is allowed, and one whose drift is not.
-        ([found("x86", 9.0, 0.01, "int8-dynamic"), found("x86", 3.0, 0.2)], "x86"),
-        # None is within the limit: the fastest of the best comes back, for verification to refuse.
-        ([found("x86", 9.0, 0.5), found("onednn", 3.0, 0.51), found("qnnpack", 1.0, 1.9)], "onednn"),
+        ([Measured("x86", 9.0, 0.05), Measured("onednn", 3.0, 0.2)], "x86"),
+        ([Measured("x86", 9.0, 0.1), Measured("onednn", 0.0, float("inf"), failure="can't run it")], "x86"),
+        # All drift far: the fastest of the best comes back, for verification to refuse.
+        ([Measured("x86", 9.0, 0.5), Measured("onednn", 3.0, 0.51), Measured("qnnpack", 1.0, 1.9)], "onednn"),
     ],
 )
 def test_the_fastest_engine_that_agrees_is_chosen(measured: list[Measured], engine: str) -> None:
-    assert choose(measured, max_drift=0.3).engine == engine
+    assert choose(measured).engine == engine
 
 
 def test_of_engines_that_are_as_fast_torchs_default_is_chosen() -> None:
     default = torch.backends.quantized.engine
-    other = found("other", 3.0, 0.1)
-    assert choose([other, found(default, 3.1, 0.1)], max_drift=0.3).engine == default
-    assert choose([other, found(default, 3.3, 0.1)], max_drift=0.3).engine == "other"
-    assert choose([other, found(default, 3.1, 0.1, "int8-dynamic")], max_drift=0.3).engine == "other"
-    assert choose([other, found(default, 3.1, 0.9)], max_drift=0.3).engine == "other"
-
-
-def test_a_method_that_drifts_too_far_loses_to_a_slower_one_that_does_not() -> None:
-    measured = [found("onednn", 1.0, 0.5, "int8-static"), found("onednn", 5.0, 0.02, "int8-dynamic")]
-
-    assert choose(measured, max_drift=0.3).method == "int8-dynamic"
-    assert choose(measured, max_drift=0.6).method == "int8-static"
+    other = Measured("other", 3.0, 0.1)
+    assert choose([other, Measured(default, 3.1, 0.1)]).engine == default
+    assert choose([other, Measured(default, 3.3, 0.1)]).engine == "other"
+    assert choose([other, Measured(default, 3.1, 0.9)]).engine == "other"
 
 
 def test_that_no_engine_runs_is_said_with_the_reason_of_each() -> None:
-    broken = [found("x86", 0.0, float("inf"), failure="can't run it (no such operator)")]
+    broken = [Measured("x86", 0.0, float("inf"), failure="can't run it (no such operator)")]
 
     with pytest.raises(NoUsableEngine, match=r"x86 can't run it \(no such operator\)"):
-        choose(broken, 0.3)
+        choose(broken)
     with pytest.raises(NoUsableEngine, match="has no engine for int8"):
-        choose([], 0.3)
+        choose([])
 
 
 def test_the_process_keeps_its_engine_after_another_was_used() -> None:
