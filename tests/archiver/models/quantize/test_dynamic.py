@@ -18,7 +18,6 @@ from torchere.archiver.errors import ModelRefused
 from torchere.archiver.models.convert.torchscript import to_torchscript
 from torchere.archiver.models.inputs.run import LoadedModel
 from torchere.archiver.models.load.torchscript import load_script, saved, supported, using
-from torchere.archiver.models.quantize import candidates as quantise_candidates
 from torchere.archiver.models.quantize import dynamic as quantise_dynamic
 from torchere.archiver.models.quantize.candidates import quiet
 from torchere.archiver.models.quantize.dynamic import dynamic, fuse_relu, is_int8
@@ -89,7 +88,6 @@ def test_an_embedding_whose_weights_the_model_reads_itself_stays_in_fp32(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(quantise_dynamic, "_LARGE", 100)
-    monkeypatch.setattr(quantise_candidates, "_BUDGET_S", 0.01)
     torch.manual_seed(0)
     module, ids = Tied().eval(), torch.randint(0, 50, (2, 5))
     signature = Signature((TensorSpec("ids", "INT64", (-1, 5)),), ())
@@ -129,9 +127,7 @@ def test_large_embeddings_have_8_bits_where_torch_then_answers_alike(
 
 
 @pytest.mark.skipif(not supported(), reason="this build of torch has no int8 engine")
-def test_a_model_that_reads_the_weights_of_all_layers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quantise_candidates, "_BUDGET_S", 0.01)
-
+def test_a_model_that_reads_the_weights_of_all_layers_is_refused() -> None:
     class Reading(nn.Module):
         def __init__(self) -> None:
             super().__init__()

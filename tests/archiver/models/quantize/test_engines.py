@@ -97,9 +97,8 @@ def test_a_file_that_is_no_torchscript_is_an_error_and_the_engine_is_put_back() 
 
 @pytest.mark.parametrize("method", ["int8-dynamic", "int8-static"])
 def test_engines_run_only_batches_that_the_signature_allows(
-    method: str, fours: type[torch.nn.Module], monkeypatch: pytest.MonkeyPatch
+    method: str, fours: type[torch.nn.Module]
 ) -> None:
-    monkeypatch.setattr(candidates, "_BUDGET_S", 0.01)
     torch.manual_seed(0)
     samples = [(torch.rand(4, 8),) for _ in range(9)]
     rows = (TensorSpec("x", "FP32", (-1, 8), (Limit(0, multiple=4),)),)

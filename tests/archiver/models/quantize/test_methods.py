@@ -17,7 +17,7 @@ from torchere.archiver.errors import ModelRefused
 from torchere.archiver.models.inputs.run import LoadedModel
 from torchere.archiver.models.load.torchscript import supported, using
 from torchere.archiver.models.measure.difference import answers, difference, flattened
-from torchere.archiver.models.quantize import candidates as module_under_test
+from torchere.archiver.models.quantize.candidates import quiet
 from torchere.archiver.models.quantize.dynamic import dynamic
 from torchere.archiver.models.quantize.methods import Quantised, bf16, check_quantised, quantise
 from torchere.archiver.quantization import METHODS
@@ -96,12 +96,6 @@ def pictures(count: int = 8) -> list[Tensors]:
     return [(torch.rand(2, 3, 12, 12),) for _ in range(count)]
 
 
-@pytest.fixture(autouse=True)
-def short_timing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which engine is fastest matters to no test here."""
-    monkeypatch.setattr(module_under_test, "_BUDGET_S", 0.01)
-
-
 @needs_engine
 def test_static_int8_agrees_with_fp32_and_names_its_engine_and_what_it_folded() -> None:
     network = Convolutional().eval()
@@ -171,7 +165,7 @@ def test_dynamic_int8_gives_activations_8_bits_and_no_sum_of_products_overflows(
     given = torch.full((64, 256), 255.0), torch.arange(64.0)[:, None].expand(64, 256), torch.zeros(64, 1)
     rows = torch.cat(given, dim=1)
 
-    with using(engine), module_under_test.quiet():
+    with using(engine), quiet():
         module, _ = dynamic(layer)
         found = module(rows)
 

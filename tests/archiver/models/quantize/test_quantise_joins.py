@@ -12,7 +12,6 @@ from torchere.archiver.models.fold.convolutions import fold
 from torchere.archiver.models.inputs.run import LoadedModel
 from torchere.archiver.models.load.torchscript import supported
 from torchere.archiver.models.measure.difference import difference
-from torchere.archiver.models.quantize import candidates as quantise_candidates
 from torchere.archiver.models.quantize.methods import quantise
 from torchere.archiver.models.quantize.static import joined_apart
 from torchere.archiver.signature import Signature, TensorSpec
@@ -84,8 +83,7 @@ def test_a_join_that_a_layer_reads_stays_where_it_is() -> None:
 
 
 @pytest.mark.skipif(not supported(), reason="this build of torch has no int8 engine")
-def test_int8_scores_beside_boxes_are_no_longer_zero(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quantise_candidates, "_BUDGET_S", 0.01)
+def test_int8_scores_beside_boxes_are_no_longer_zero() -> None:
     module = Detector().eval()
     torch.manual_seed(1)
     samples = [(torch.rand(1, 3, 32, 32),) for _ in range(8)]

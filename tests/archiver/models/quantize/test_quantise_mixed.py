@@ -11,7 +11,6 @@ from torch import nn
 from torchere.archiver.models.inputs.run import LoadedModel
 from torchere.archiver.models.load.torchscript import supported
 from torchere.archiver.models.measure.difference import difference
-from torchere.archiver.models.quantize import candidates as quantise_candidates
 from torchere.archiver.models.quantize.candidates import Sensitive, search, sensitivities, to_give_back
 from torchere.archiver.models.quantize.methods import Quantised, quantise
 from torchere.archiver.signature import Signature, TensorSpec
@@ -106,10 +105,7 @@ def test_the_layer_that_hurts_comes_first_and_the_model_is_left_as_it_was() -> N
 
 @needs_engine
 @pytest.mark.parametrize("method", ["int8-dynamic", "int8-static"])
-def test_a_layer_that_int8_ruins_goes_back_to_fp32_and_the_notes_say_so(
-    method: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(quantise_candidates, "_BUDGET_S", 0.01)
+def test_a_layer_that_int8_ruins_goes_back_to_fp32_and_the_notes_say_so(method: str) -> None:
     model, samples = uneven(convolutional=method == "int8-static")
 
     made = quantise(model, method, samples)
@@ -140,9 +136,8 @@ class Read(nn.Module):
 @pytest.mark.parametrize("method", ["int8-dynamic", "int8-static"])
 @pytest.mark.parametrize(("network", "kept"), [(Read(5.0, 16, 512), ("spoilt",)), (Read(0.0, 512, 0), ())])
 def test_a_layer_that_is_in_fp32_as_its_weight_is_read_is_not_searched_for(
-    method: str, network: Read, kept: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+    method: str, network: Read, kept: tuple[str, ...]
 ) -> None:
-    monkeypatch.setattr(quantise_candidates, "_BUDGET_S", 0.01)
     torch.manual_seed(0)
     x = torch.randn(8, 64)
     x[:, 0] = 500.0

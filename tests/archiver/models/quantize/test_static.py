@@ -16,7 +16,6 @@ from torchere.archiver.models.inputs.run import LoadedModel
 from torchere.archiver.models.inputs.sizes import FreeSize
 from torchere.archiver.models.load.torchscript import supported, using
 from torchere.archiver.models.measure.difference import difference
-from torchere.archiver.models.quantize import candidates as quantise_candidates
 from torchere.archiver.models.quantize import methods as module_under_test
 from torchere.archiver.models.quantize.candidates import quiet
 from torchere.archiver.models.quantize.methods import one_size, quantise, shared_scale
@@ -80,12 +79,6 @@ def model_of(module: nn.Module, *example: torch.Tensor) -> LoadedModel:
     )
     signature = Signature(inputs, (TensorSpec("out", "FP32", (-1, 4)),))
     return LoadedModel(module.eval(), example, signature, Path("model.py"))
-
-
-@pytest.fixture(autouse=True)
-def short_timing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which engine is fastest matters to no test here."""
-    monkeypatch.setattr(quantise_candidates, "_BUDGET_S", 0.01)
 
 
 @pytest.fixture
@@ -180,7 +173,7 @@ def test_a_number_in_a_sum_or_product_costs_no_bits(name: str) -> None:
 @pytest.mark.parametrize(("number", "is_int8"), [(0.5, True), (50.0, False)])
 def test_a_sum_that_loses_less_than_a_bit_is_int8(number: float, is_int8: bool) -> None:
     network = Scaled(lambda x: x + number).eval()
-    with quantise_candidates.quiet():
+    with quiet():
         x = torch.randn(4, 16)
         converted = calibrate(fold(network, (x,)), [(x,)]).convert()
     assert ("ops.quantized.add" in converted.code) == is_int8
@@ -259,7 +252,7 @@ def test_a_layer_before_several_normalisations_has_weights_for_each(kind: str) -
 @needs_engine
 def test_a_layer_that_is_kept_is_kept_in_each_call() -> None:
     network = nn.Sequential(layer := nn.Linear(8, 8), nn.ReLU(), layer, nn.ReLU(), nn.Linear(8, 4)).eval()
-    with quantise_candidates.quiet():
+    with quiet():
         x = torch.randn(4, 8)
         made = calibrate(fold(network, (x,)), [(x,)], kept=["0"])
         converted = made.convert()

@@ -145,7 +145,6 @@ def prices(monkeypatch: pytest.MonkeyPatch) -> Prices:
 @pytest.fixture
 def pack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
     """Pack a network of convolutions with one linear layer; returns the exit status."""
-    monkeypatch.setattr(candidates, "_BUDGET_S", 0.01)
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
     Path("net.py").write_text(MODEL.format(activation="ReLU"))

@@ -13,7 +13,6 @@ from torchere.archiver.models.convert.torchscript import to_torchscript
 from torchere.archiver.models.inputs.run import LoadedModel
 from torchere.archiver.models.load.torchscript import saved, supported
 from torchere.archiver.models.measure.difference import difference, flattened
-from torchere.archiver.models.quantize import candidates as module_under_test
 from torchere.archiver.models.quantize.candidates import plain_attention
 from torchere.archiver.models.quantize.methods import Quantised, quantise
 from torchere.archiver.signature import Signature, TensorSpec
@@ -42,12 +41,6 @@ class Encoded(nn.Module):
     def forward(self, x: torch.Tensor, padding: torch.Tensor | None = None) -> torch.Tensor:
         scores: torch.Tensor = self.head(self.encoder(x, src_key_padding_mask=padding))
         return scores
-
-
-@pytest.fixture(autouse=True)
-def short_timing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which engine is fastest matters to no test here."""
-    monkeypatch.setattr(module_under_test, "_BUDGET_S", 0.01)
 
 
 def loaded(module: nn.Module, *example: torch.Tensor) -> LoadedModel:
