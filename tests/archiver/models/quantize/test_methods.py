@@ -372,6 +372,14 @@ class Parts(nn.Module):
         return scores
 
 
+class Typed(Parts):
+    """Asks for a tensor, which a symbol of tracing is not."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scores: torch.Tensor = self.wide(x).relu().mean((2, 3))[:, :4]
+        return scores if isinstance(x, torch.Tensor) else -scores
+
+
 class Chosen(Parts):
     """Branches on a value, which no graph keeps."""
 
@@ -380,9 +388,12 @@ class Chosen(Parts):
 
 
 @needs_engine
-def test_what_tracing_does_not_follow_is_quantised_as_an_exported_program() -> None:
+@pytest.mark.parametrize("kind", [Parts, Typed])
+def test_what_tracing_does_not_follow_is_quantised_as_an_exported_program(
+    kind: Callable[[], nn.Module],
+) -> None:
     said: list[str] = []
-    network, samples = Parts().eval(), [(torch.rand(2, 3, 12, 12),) for _ in range(4)]
+    network, samples = kind().eval(), [(torch.rand(2, 3, 12, 12),) for _ in range(4)]
     specs = TensorSpec("x", "FP32", (-1, 3, 12, 12)), TensorSpec("y", "FP32", (-1, 4))
     model = LoadedModel(network, samples[0], Signature(specs[:1], specs[1:]), Path("net.py"))
 
