@@ -5,24 +5,22 @@ from __future__ import annotations
 import copy
 import io
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from int8_models import model_of, needs_engine
 from torch import nn
 from torch.nn import functional
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from torchere.archiver.errors import ModelRefused
 from torchere.archiver.models.convert.torchscript import to_torchscript
-from torchere.archiver.models.inputs.run import LoadedModel
 from torchere.archiver.models.load.torchscript import load_script, saved, supported, using
 from torchere.archiver.models.quantize import dynamic as quantise_dynamic
 from torchere.archiver.models.quantize.candidates import quiet
 from torchere.archiver.models.quantize.dynamic import dynamic, fuse_relu, is_int8
 from torchere.archiver.models.quantize.methods import quantise
-from torchere.archiver.signature import Signature, TensorSpec
 
 FUSED = "quantized::linear_relu_dynamic("
 
@@ -60,7 +58,7 @@ def test_a_linear_layer_does_the_relu_behind_it_with_the_same_result(engine: str
     torch.testing.assert_close(after(x), before(x), rtol=0, atol=0)
 
 
-@pytest.mark.skipif(not supported(), reason="this build of torch has no int8 engine")
+@needs_engine
 def test_a_relu_stays_where_its_input_is_needed_elsewhere() -> None:
     engine = supported()[-1]
     script, x = int8(Reused(), engine), torch.randn(5, 16)
@@ -83,16 +81,15 @@ class Tied(nn.Module):
         return functional.linear(self.layer(self.embedding(ids)), self.embedding.weight)
 
 
-@pytest.mark.skipif(not supported(), reason="this build of torch has no int8 engine")
+@needs_engine
 def test_an_embedding_whose_weights_the_model_reads_itself_stays_in_fp32(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(quantise_dynamic, "_LARGE", 100)
     torch.manual_seed(0)
     module, ids = Tied().eval(), torch.randint(0, 50, (2, 5))
-    signature = Signature((TensorSpec("ids", "INT64", (-1, 5)),), ())
 
-    made = quantise(LoadedModel(module, (ids,), signature, Path("model.py")), "int8-dynamic", [])
+    made = quantise(model_of(module, ids), "int8-dynamic", [])
 
     torch.testing.assert_close(made.module(ids), module(ids), rtol=0.1, atol=0.1)
     assert made.notes[0] == ("int8-dynamic: 1 layers; in fp32, as other code uses their weights: embedding")
@@ -108,7 +105,7 @@ BAGS = {
 }
 
 
-@pytest.mark.skipif(not supported(), reason="this build of torch has no int8 engine")
+@needs_engine
 @pytest.mark.parametrize("what", BAGS)
 def test_large_embeddings_have_8_bits_where_torch_then_answers_alike(
     monkeypatch: pytest.MonkeyPatch, what: str
@@ -126,7 +123,7 @@ def test_large_embeddings_have_8_bits_where_torch_then_answers_alike(
         torch.testing.assert_close(made(ids), model(ids), rtol=0.05, atol=0.1)
 
 
-@pytest.mark.skipif(not supported(), reason="this build of torch has no int8 engine")
+@needs_engine
 def test_a_model_that_reads_the_weights_of_all_layers_is_refused() -> None:
     class Reading(nn.Module):
         def __init__(self) -> None:
@@ -136,9 +133,7 @@ def test_a_model_that_reads_the_weights_of_all_layers_is_refused() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return functional.linear(x, self.layer.weight)
 
-    x = torch.rand(2, 4)
-    signature = Signature((TensorSpec("x", "FP32", (-1, 4)),), ())
-    model = LoadedModel(Reading().eval(), (x,), signature, Path("model.py"))
+    model = model_of(Reading(), torch.rand(2, 4))
     with pytest.raises(ModelRefused, match=r"and the model has none, or its own code reads their weights"):
         quantise(model, "int8-dynamic", [])
 
@@ -165,7 +160,7 @@ RECURRENT: dict[str, tuple[Callable[[], nn.RNNBase], bool]] = {
 }
 
 
-@pytest.mark.skipif(not supported(), reason="this build of torch has no int8 engine")
+@needs_engine
 @pytest.mark.filterwarnings("ignore:LSTM with projections")
 @pytest.mark.parametrize("kind", RECURRENT)
 def test_recurrent_layers_that_torch_has_in_int8_are_int8(kind: str) -> None:
@@ -197,7 +192,7 @@ class Packed(nn.Module):
         return rows
 
 
-@pytest.mark.skipif(not supported(), reason="this build of torch has no int8 engine")
+@needs_engine
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
 def test_packed_rows_take_any_batch(kind: Any) -> None:
     torch.manual_seed(0)
@@ -230,7 +225,7 @@ class Shared(nn.Module):
         return x
 
 
-@pytest.mark.skipif(not supported(), reason="this build of torch has no int8 engine")
+@needs_engine
 def test_a_layer_with_several_names_is_one_int8_layer_under_each(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quantise_dynamic, "_LARGE", 100)
     torch.manual_seed(0)
@@ -255,7 +250,7 @@ ROOTS: dict[str, tuple[Callable[[], nn.Module], tuple[torch.Tensor, ...]]] = {
 }
 
 
-@pytest.mark.skipif(not supported(), reason="this build of torch has no int8 engine")
+@needs_engine
 @pytest.mark.parametrize("kind", ROOTS)
 def test_a_model_that_is_one_layer_becomes_int8(kind: str) -> None:
     make, given = ROOTS[kind]
@@ -269,7 +264,7 @@ def test_a_model_that_is_one_layer_becomes_int8(kind: str) -> None:
     assert not list(made.parameters())
 
 
-@pytest.mark.skipif(not supported(), reason="this build of torch has no int8 engine")
+@needs_engine
 def test_a_model_of_one_layer_that_is_kept_is_refused() -> None:
     with pytest.raises(ModelRefused, match="the model has none"):
         dynamic(nn.Linear(4, 4), kept=[""])

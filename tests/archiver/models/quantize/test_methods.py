@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from int8_models import Tensors, drift, model_of, needs_engine
 from torch import nn
 from torch.ao.quantization import get_default_qat_qconfig_mapping
 from torch.ao.quantization.quantize_fx import convert_fx, prepare_qat_fx
@@ -24,9 +25,6 @@ from torchere.archiver.quantization import METHODS
 from torchere.archiver.signature import Signature, TensorSpec
 from torchere.handlers.base import BaseHandler
 from torchere.handlers.context import Context
-
-Tensors = tuple[torch.Tensor, ...]
-needs_engine = pytest.mark.skipif(not supported(), reason="this build of torch has no int8 engine")
 
 
 class Convolutional(nn.Module):
@@ -73,24 +71,6 @@ def transformer() -> nn.Module:
     return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval()
 
 
-def loaded(module: nn.Module, *example: torch.Tensor, batched: bool = True) -> LoadedModel:
-    def spec(name: str, tensor: torch.Tensor) -> TensorSpec:
-        return TensorSpec(name, "FP32", (-1 if batched else tensor.shape[0], *tensor.shape[1:]))
-
-    with torch.no_grad():
-        outputs = flattened(module.eval()(*example))
-    signature = Signature(
-        tuple(spec(f"in{index}", tensor) for index, tensor in enumerate(example)),
-        tuple(spec(f"out{index}", tensor) for index, tensor in enumerate(outputs)),
-    )
-    return LoadedModel(module, example, signature, Path("model.py"))
-
-
-def drift(one: Callable[..., Any], other: Callable[..., Any], samples: list[Tensors]) -> float:
-    with torch.inference_mode():
-        return difference((flattened(one(*s)), flattened(other(*s))) for s in samples).drift
-
-
 def pictures(count: int = 8) -> list[Tensors]:
     torch.manual_seed(1)
     return [(torch.rand(2, 3, 12, 12),) for _ in range(count)]
@@ -100,7 +80,7 @@ def pictures(count: int = 8) -> list[Tensors]:
 def test_static_int8_agrees_with_fp32_and_names_its_engine_and_what_it_folded() -> None:
     network = Convolutional().eval()
 
-    made = quantise(loaded(network, torch.rand(1, 3, 12, 12)), "int8-static", pictures())
+    made = quantise(model_of(network, torch.rand(1, 3, 12, 12)), "int8-static", pictures())
 
     assert made.engine in supported()
     assert {one.engine for one in made.measured} == set(supported())
@@ -118,7 +98,7 @@ def test_layers_with_normalised_weights_become_int8(method: str) -> None:
     network[0], network[2] = weight_norm(network[0]), weight_norm(network[2])
     samples: list[Tensors] = [(torch.randn(4, 64),) for _ in range(4)]
 
-    made = quantise(loaded(network, samples[0][0]), method, samples)
+    made = quantise(model_of(network, samples[0][0]), method, samples)
 
     assert "2 layers" in made.notes[0]
     assert "aten::linear" not in str(made.module.inlined_graph)
@@ -130,7 +110,7 @@ def test_values_before_the_first_clipped_layer_keep_their_own_range() -> None:
     network = Convolutional().eval()
     large: list[Tensors] = [(-20 + 10 * picture,) for (picture,) in pictures()]  # none of it between 0 and 6
 
-    made = quantise(loaded(network, large[0][0]), "int8-static", large)
+    made = quantise(model_of(network, large[0][0]), "int8-static", large)
 
     assert drift(network, made.module, large) < 0.1
 
@@ -148,7 +128,7 @@ def test_values_before_the_first_clipped_layer_keep_their_own_range() -> None:
 def test_dynamic_int8_agrees_with_fp32_without_samples_and_takes_any_batch(
     network: nn.Module, sample: torch.Tensor
 ) -> None:
-    made = quantise(loaded(network, sample), "int8-dynamic", [])
+    made = quantise(model_of(network, sample), "int8-dynamic", [])
 
     assert made.engine in supported()
     assert drift(network, made.module, [(sample,)]) < 0.1
@@ -178,7 +158,7 @@ def test_the_handler_rebuilds_the_model_for_the_engine_that_the_archive_names(
     engine: str, tmp_path: Path
 ) -> None:
     network = Convolutional().eval()
-    made = quantise(loaded(network, torch.rand(1, 3, 12, 12)), "int8-static", pictures())
+    made = quantise(model_of(network, torch.rand(1, 3, 12, 12)), "int8-static", pictures())
     if any(one.engine == engine and one.failure for one in made.measured):
         pytest.skip(f"{engine} has no kernel for this model")
     assert isinstance(made.module, torch.jit.ScriptModule)
@@ -228,7 +208,7 @@ def test_a_model_that_writes_into_its_inputs_is_quantised_on_the_samples_as_they
     before = [tensor.clone() for (tensor,) in samples]
     model = NormalisesInPlace().eval()
 
-    made = quantise(loaded(model, samples[0][0].clone()), method, samples)
+    made = quantise(model_of(model, samples[0][0].clone()), method, samples)
 
     assert all(torch.equal(one, sample[0]) for one, sample in zip(before, samples, strict=True))
     found = [(answers(model, sample), answers(made.module, sample)) for sample in samples]
@@ -241,7 +221,7 @@ def test_the_original_and_the_process_are_as_before() -> None:
     weights = {name: tensor.clone() for name, tensor in network.state_dict().items()}
     process = torch.backends.quantized.engine, torch.get_num_threads()
 
-    quantise(loaded(network, torch.randn(2, 64)), "int8-static", [(torch.randn(2, 64),)])
+    quantise(model_of(network, torch.randn(2, 64)), "int8-static", [(torch.randn(2, 64),)])
 
     assert all(torch.equal(tensor, weights[name]) for name, tensor in network.state_dict().items())
     assert (torch.backends.quantized.engine, torch.get_num_threads()) == process
@@ -261,7 +241,7 @@ def prepared_for_training() -> nn.Module:
 @pytest.mark.parametrize("converted", [False, True], ids=["with fake quantisation", "converted"])
 def test_a_model_that_was_trained_for_int8_is_taken_with_its_own_scales(converted: bool) -> None:
     prepared: Any = prepared_for_training()
-    model = loaded(convert_fx(prepared) if converted else prepared, torch.randn(2, 64))
+    model = model_of(convert_fx(prepared) if converted else prepared, torch.randn(2, 64))
 
     made = quantise(model, "int8-trained", [])
 
@@ -271,7 +251,7 @@ def test_a_model_that_was_trained_for_int8_is_taken_with_its_own_scales(converte
 
 @needs_engine
 def test_int8_torchscript_stays_as_it_is_and_gets_the_engine_that_measures_best() -> None:
-    first = quantise(loaded(perceptron(), torch.randn(2, 64)), "int8-dynamic", [])
+    first = quantise(model_of(perceptron(), torch.randn(2, 64)), "int8-dynamic", [])
 
     again = quantise(loaded_script(first), "int8-trained", [])
 
@@ -286,19 +266,19 @@ def loaded_script(made: Quantised) -> LoadedModel:
 
 def test_a_model_of_fp32_is_not_taken_for_one_that_was_trained_for_int8() -> None:
     with pytest.raises(ModelRefused, match="neither int8 layers nor fake quantisation"):
-        quantise(loaded(perceptron(), torch.randn(2, 64)), "int8-trained", [])
+        quantise(model_of(perceptron(), torch.randn(2, 64)), "int8-trained", [])
 
 
 def test_static_int8_without_samples_is_refused() -> None:
     with pytest.raises(ModelRefused, match=r"needs samples .* --samples"):
-        quantise(loaded(perceptron(), torch.randn(2, 64)), "int8-static", [])
+        quantise(model_of(perceptron(), torch.randn(2, 64)), "int8-static", [])
 
 
 def test_dynamic_int8_of_convolutions_alone_is_refused_with_what_to_use() -> None:
     network = nn.Sequential(nn.Conv2d(3, 4, 1), nn.Flatten())
 
     with pytest.raises(ModelRefused, match="use int8-static with calibration samples"):
-        quantise(loaded(network, torch.randn(2, 3, 4, 4)), "int8-dynamic", [])
+        quantise(model_of(network, torch.randn(2, 3, 4, 4)), "int8-dynamic", [])
 
 
 @pytest.mark.parametrize("method", ["int8-static", "int8-dynamic", "bf16"])
@@ -306,11 +286,11 @@ def test_torchscript_of_fp32_is_refused_with_what_to_give_instead(method: str) -
     script = torch.jit.trace(perceptron(), torch.randn(2, 64))
 
     with pytest.raises(ModelRefused, match=r"the model is TorchScript.*--model-file"):
-        quantise(loaded(script, torch.randn(2, 64)), method, [(torch.randn(2, 64),)])
+        quantise(model_of(script, torch.randn(2, 64)), method, [(torch.randn(2, 64),)])
 
 
 def test_an_unknown_method_is_refused_with_the_known_ones() -> None:
-    model = loaded(perceptron(), torch.randn(2, 64))
+    model = model_of(perceptron(), torch.randn(2, 64))
 
     with pytest.raises(ModelRefused, match=f"'int4'; expected one of {', '.join(METHODS)}"):
         quantise(model, "int4", [])
@@ -394,15 +374,11 @@ def test_what_tracing_does_not_follow_is_quantised_as_an_exported_program(
 ) -> None:
     said: list[str] = []
     network, samples = kind().eval(), [(torch.rand(2, 3, 12, 12),) for _ in range(4)]
-    specs = TensorSpec("x", "FP32", (-1, 3, 12, 12)), TensorSpec("y", "FP32", (-1, 4))
-    model = LoadedModel(network, samples[0], Signature(specs[:1], specs[1:]), Path("net.py"))
 
-    made = quantise(model, "int8-static", samples, say=said.append)
+    made = quantise(model_of(network, *samples[0]), "int8-static", samples, say=said.append)
 
     assert any("its exported program is quantised" in line for line in said)
-    many = torch.rand(5, 3, 12, 12)
-    with torch.inference_mode():
-        assert 0 < difference([(network(many), made.module(many))]).drift < 0.1
+    assert 0 < drift(network, made.module, [(torch.rand(5, 3, 12, 12),)]) < 0.1
 
 
 class Wide(Parts):
@@ -417,9 +393,8 @@ class Wide(Parts):
 def test_what_can_be_neither_traced_nor_exported_is_refused_for_its_forward(
     capfd: pytest.CaptureFixture[str], kind: Callable[[], nn.Module]
 ) -> None:
-    network, samples = kind().eval(), [(torch.rand(2, 3, 12, 12),)]
-    specs = TensorSpec("x", "FP32", (-1, 3, 12, 12)), TensorSpec("y", "FP32", (-1, 4))
-    model = LoadedModel(network, samples[0], Signature(specs[:1], specs[1:]), Path("net.py"))
+    samples = [(torch.rand(2, 3, 12, 12),)]
+    model = model_of(kind(), *samples[0])
     with pytest.raises(ModelRefused, match=r"the forward of (Chosen|Wide) can't be traced"):
         quantise(model, "int8-static", samples)
     assert "def forward" not in capfd.readouterr().err

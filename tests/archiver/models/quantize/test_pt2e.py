@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from int8_models import model_of
 from torch import nn
 
 from torchere.archiver.errors import ModelRefused
@@ -39,8 +40,7 @@ def model() -> LoadedModel:
         nn.Flatten(),
         nn.Linear(8, 4),
     ).eval()
-    signature = Signature((TensorSpec("x", "FP32", (-1, 3, 8, 8)),), (TensorSpec("y", "FP32", (-1, 4)),))
-    return LoadedModel(network, (torch.rand(2, 3, 8, 8),), signature, Path("net.py"))
+    return model_of(network, torch.rand(2, 3, 8, 8))
 
 
 class Pyramid(nn.Module):
@@ -60,10 +60,8 @@ def test_a_convolution_that_is_called_twice_is_quantised_for_each_call(method: s
     torch.manual_seed(0)
     network = Pyramid().eval()
     samples = [(torch.rand(2, 3, 8, 8),) for _ in range(4)]
-    specs = TensorSpec("x", "FP32", (-1, 3, 8, 8)), TensorSpec("y", "FP32", (-1, 4, 8, 8))
-    model = LoadedModel(network, samples[0], Signature(specs[:1], specs[1:]), Path("net.py"))
 
-    made = quantise(model, method, samples, target="export").module
+    made = quantise(model_of(network, *samples[0]), method, samples, target="export").module
 
     many = torch.rand(5, 3, 8, 8)
     with torch.no_grad():
@@ -102,9 +100,7 @@ def test_each_normalisation_has_its_own_share_in_the_answer(
     pt2e = pytest.importorskip("torchao.quantization.pt2e.quantize_pt2e")
     monkeypatch.setattr(pt2e, "_fold_conv_bn_qat", lambda graph: pytest.fail("an unneeded step of torchao"))
     network, example = Normalised().eval(), (torch.randn(2, 4, 9, 9),)
-    spec = (TensorSpec("x", "FP32", (-1, 4, 9, 9)),)
-    model = LoadedModel(network, example, Signature(spec, ()), Path("net.py"))
-    made = quantise(model, method, [example], target="export").module
+    made = quantise(model_of(network, *example), method, [example], target="export").module
     with torch.no_grad():
         pairs = zip(network(*example), made(*example), strict=True)
         assert all((found - wanted).norm() < 0.1 * wanted.norm() for wanted, found in pairs)
@@ -178,11 +174,9 @@ class Signal(nn.Module):
 @pytest.mark.parametrize("method", ["int8-static", "int8-dynamic"])
 def test_a_model_of_which_no_layer_becomes_int8_is_refused(method: str) -> None:
     example = (torch.rand(2, 4, 20),)
-    spec = (TensorSpec("x", "FP32", (-1, 4, 20)),)
-    model = LoadedModel(Signal().eval(), example, Signature(spec, spec), Path("net.py"))
 
     with pytest.raises(ModelRefused, match=rf"^{method} changes linear layers.* found none .*torchscript"):
-        quantise(model, method, [example], target="export")
+        quantise(model_of(Signal(), *example), method, [example], target="export")
 
 
 @needs_torchao
@@ -191,8 +185,7 @@ def test_of_an_encoder_the_program_holds_int8_weights_and_no_fp32_ones(method: s
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
     network = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval()
-    spec = (TensorSpec("x", "FP32", (-1, 5, 16)),)
-    encoder = LoadedModel(network, (torch.randn(2, 5, 16),), Signature(spec, spec), Path("net.py"))
+    encoder = model_of(network, torch.randn(2, 5, 16))
 
     made = quantise(encoder, method, [encoder.example], target="export")
 
@@ -213,10 +206,8 @@ def test_a_compiled_encoder_is_int8_and_leaves_its_input_as_it_is(tmp_path: Path
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(32, 2, 64, batch_first=True)
     network = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False).eval()
-    spec = (TensorSpec("x", "FP32", (-1, 5, 32)),)
     given = (torch.randn(2, 5, 32),)
-    encoder = LoadedModel(network, given, Signature(spec, spec), Path("net.py"))
-    made = quantise(encoder, "int8-static", [given], target="aoti")
+    made = quantise(model_of(network, *given), "int8-static", [given], target="aoti")
     program = to_program(made.module, given, [FreeSize("batch", ((0, 0),), 1, 8)])
     weights = [one for one in program.state_dict.values() if one.dim() > 1]
     assert {one.dtype for one in weights} == {torch.int8}

@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from int8_models import Tensors, drift, model_of, needs_engine
 from torch import nn
 
 from torchere.archiver.models.convert.torchscript import to_torchscript
-from torchere.archiver.models.inputs.run import LoadedModel
-from torchere.archiver.models.load.torchscript import saved, supported
-from torchere.archiver.models.measure.difference import difference, flattened
+from torchere.archiver.models.load.torchscript import saved
 from torchere.archiver.models.quantize.candidates import plain_attention
 from torchere.archiver.models.quantize.methods import Quantised, quantise
-from torchere.archiver.signature import Signature, TensorSpec
 
 WIDTH, LAYERS = 128, 2
 pytestmark = [
-    pytest.mark.skipif(not supported(), reason="this build of torch has no int8 engine"),
+    needs_engine,
     pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors"),
 ]
-Tensors = tuple[torch.Tensor, ...]
 
 
 class Encoded(nn.Module):
@@ -43,21 +39,10 @@ class Encoded(nn.Module):
         return scores
 
 
-def loaded(module: nn.Module, *example: torch.Tensor) -> LoadedModel:
-    inputs = tuple(TensorSpec(f"in{i}", "FP32", (-1, *t.shape[1:])) for i, t in enumerate(example))
-    signature = Signature(inputs, (TensorSpec("scores", "FP32", (-1, 6, 4)),))
-    return LoadedModel(module.eval(), example, signature, Path("model.py"))
-
-
 def samples(padded: bool = False, count: int = 4) -> list[Tensors]:
     torch.manual_seed(1)
     padding = torch.arange(6) >= torch.tensor([[6], [4], [2]])
     return [(torch.randn(3, 6, WIDTH), *([padding] if padded else [])) for _ in range(count)]
-
-
-def drift(one: nn.Module, other: nn.Module, given: list[Tensors]) -> float:
-    with torch.inference_mode():
-        return difference((flattened(one(*s)), flattened(other(*s))) for s in given).drift
 
 
 def calls(made: Quantised, operator: str) -> int:
@@ -69,7 +54,7 @@ def calls(made: Quantised, operator: str) -> int:
 def test_all_linear_layers_of_an_encoder_become_int8_and_its_file_a_third(settings: dict[str, Any]) -> None:
     network = Encoded(**settings)
 
-    made = quantise(loaded(network, *samples()[0]), "int8-dynamic", [])
+    made = quantise(model_of(network, *samples()[0]), "int8-dynamic", [])
 
     relus = LAYERS if not settings else 0  # which their layer does
     assert (calls(made, "linear_dynamic"), calls(made, "linear_relu_dynamic")) == (
@@ -85,7 +70,7 @@ def test_all_linear_layers_of_an_encoder_become_int8_and_its_file_a_third(settin
 def test_static_int8_sees_the_layers_of_an_encoder() -> None:
     network = Encoded()
 
-    made = quantise(loaded(network, *samples()[0]), "int8-static", samples())
+    made = quantise(model_of(network, *samples()[0]), "int8-static", samples())
 
     assert f"{4 * LAYERS + 1} layers, {len(samples())} samples" in made.notes[0]
     assert calls(made, "linear") + calls(made, "linear_relu") == 4 * LAYERS + 1
@@ -96,7 +81,7 @@ def test_static_int8_sees_the_layers_of_an_encoder() -> None:
 def test_a_mask_of_padding_goes_through_and_the_batch_stays_free(method: str) -> None:
     network, given = Encoded(), samples(padded=True)
 
-    made = quantise(loaded(network, *given[0]), method, given)
+    made = quantise(model_of(network, *given[0]), method, given)
 
     assert drift(network, made.module, given) < 0.1
     other = (torch.randn(5, 6, WIDTH), torch.arange(6) >= torch.tensor([[1], [2], [6], [4], [6]]))
@@ -107,7 +92,7 @@ def test_an_encoder_can_be_scripted_after_it_became_int8() -> None:
     network = Encoded()
 
     made = quantise(
-        loaded(network, *samples()[0]),
+        model_of(network, *samples()[0]),
         "int8-dynamic",
         [],
         compiled=lambda module, example: to_torchscript(module, example, script=True),
@@ -122,6 +107,6 @@ def test_projections_that_hurt_most_go_back_to_fp32_by_their_own_names() -> None
     weights = network.encoder.layers[0].self_attn.out_proj.weight
     weights.data[:, 0] *= 2000.0
 
-    made = quantise(loaded(network, *samples()[0]), "int8-dynamic", samples(), max_drift=0.02)
+    made = quantise(model_of(network, *samples()[0]), "int8-dynamic", samples(), max_drift=0.02)
 
     assert "encoder.layers.0.self_attn.out_proj" in made.kept

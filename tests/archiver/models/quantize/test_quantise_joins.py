@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-import pytest
 import torch
+from int8_models import model_of, needs_engine
 from torch import nn
 
 from torchere.archiver.models.fold.convolutions import fold
-from torchere.archiver.models.inputs.run import LoadedModel
-from torchere.archiver.models.load.torchscript import supported
 from torchere.archiver.models.measure.difference import difference
 from torchere.archiver.models.quantize.methods import quantise
 from torchere.archiver.models.quantize.static import joined_apart
-from torchere.archiver.signature import Signature, TensorSpec
 
 
 class Detector(nn.Module):
@@ -82,15 +77,13 @@ def test_a_join_that_a_layer_reads_stays_where_it_is() -> None:
     assert joined_apart(graph) is None
 
 
-@pytest.mark.skipif(not supported(), reason="this build of torch has no int8 engine")
+@needs_engine
 def test_int8_scores_beside_boxes_are_no_longer_zero() -> None:
     module = Detector().eval()
     torch.manual_seed(1)
     samples = [(torch.rand(1, 3, 32, 32),) for _ in range(8)]
-    signature = Signature((TensorSpec("x", "FP32", (-1, 3, 32, 32)),), ())
-    model = LoadedModel(module, samples[0], signature, Path("model.py"))
 
-    made = quantise(model, "int8-static", samples)
+    made = quantise(model_of(module, *samples[0]), "int8-static", samples)
 
     with torch.inference_mode():
         answers = [(module(*one), made.module(*one)) for one in samples]

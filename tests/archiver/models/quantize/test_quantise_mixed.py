@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
+from int8_models import model_of, needs_engine
 from torch import nn
 
 from torchere.archiver.models.inputs.run import LoadedModel
-from torchere.archiver.models.load.torchscript import supported
 from torchere.archiver.models.measure.difference import difference
 from torchere.archiver.models.quantize.candidates import Sensitive, search, sensitivities, to_give_back
 from torchere.archiver.models.quantize.methods import Quantised, quantise
-from torchere.archiver.signature import Signature, TensorSpec
 
-needs_engine = pytest.mark.skipif(not supported(), reason="this build of torch has no int8 engine")
 LAYERS = [Sensitive("worst", 0.4, 10), Sensitive("large", 0.3, 1000), Sensitive("mild", 0.1, 10)]
 
 
@@ -86,9 +82,7 @@ def uneven(convolutional: bool) -> tuple[LoadedModel, list[tuple[torch.Tensor, .
         network.get_parameter("first.weight")[:, 0] = 0.0
     for sample in samples:
         sample[:, 0] = 1000.0
-    signature = Signature((TensorSpec("x", "FP32", (-1, *samples[0].shape[1:])),), ())
-    model = LoadedModel(network, (samples[0],), signature, Path("model.py"))
-    return model, [(sample,) for sample in samples]
+    return model_of(network, samples[0]), [(sample,) for sample in samples]
 
 
 def test_the_layer_that_hurts_comes_first_and_the_model_is_left_as_it_was() -> None:
@@ -141,10 +135,8 @@ def test_a_layer_that_is_in_fp32_as_its_weight_is_read_is_not_searched_for(
     torch.manual_seed(0)
     x = torch.randn(8, 64)
     x[:, 0] = 500.0
-    signature = Signature((TensorSpec("x", "FP32", (-1, 64)),), ())
-    model = LoadedModel(network.eval(), (x,), signature, Path("model.py"))
 
-    made = quantise(model, method, [(x,)])
+    made = quantise(model_of(network, x), method, [(x,)])
 
     assert made.kept == kept
     assert "in fp32, as other code uses their weights: read" in made.notes[0]

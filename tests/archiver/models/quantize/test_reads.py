@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from int8_models import model_of
 from torch import nn
 from torch.nn import functional
 
 from torchere.archiver.models.convert.torchscript import to_torchscript
-from torchere.archiver.models.inputs.run import LoadedModel
 from torchere.archiver.models.load.torchscript import saved, supported
 from torchere.archiver.models.load.weight_only import Int8Linear
 from torchere.archiver.models.quantize.methods import quantise
 from torchere.archiver.models.quantize.reads import read_elsewhere
-from torchere.archiver.signature import Signature, TensorSpec
 
 
 class Reading(nn.Module):
@@ -96,8 +94,7 @@ class Typed(nn.Module):
 @pytest.mark.parametrize("script", [False, True])
 def test_torchscript_holds_no_weight_in_fp32_for_its_type(*, script: bool) -> None:
     module, x = Typed().eval(), torch.randn(2, 256)
-    model = LoadedModel(module, (x,), Signature((), ()), Path("model.py"))
-    made = quantise(model, "int8-weight", [(x,)])
+    made = quantise(model_of(module, x), "int8-weight", [(x,)])
     with torch.no_grad():
         compiled = to_torchscript(made.module, (x,), script=script)
         assert len(saved(compiled)) < 2 * module.layer.weight.numel()
@@ -133,10 +130,8 @@ def test_a_layer_whose_weight_is_read_stays_in_fp32(method: str) -> None:
         pytest.skip("this build of torch has no int8 engine")
     torch.manual_seed(0)
     module, x = Decoding().eval(), torch.randn(8, 256)
-    signature = Signature((TensorSpec("x", "FP32", (-1, 256)),), ())
-    model = LoadedModel(module, (x,), signature, Path("model.py"))
 
-    made = quantise(model, method, [(x,)])
+    made = quantise(model_of(module, x), method, [(x,)])
 
     assert "1 l" in made.notes[0]  # layers; linear layers
     assert made.notes[0].endswith("; in fp32, as other code uses their weights: encoder")
@@ -145,6 +140,5 @@ def test_a_layer_whose_weight_is_read_stays_in_fp32(method: str) -> None:
 
 def test_a_program_has_a_weight_that_is_read_in_8_bits() -> None:
     module, x = Decoding().eval(), torch.randn(8, 256)
-    model = LoadedModel(module, (x,), Signature((), ()), Path("model.py"))
-    made = quantise(model, "int8-weight", [(x,)], target="export")
+    made = quantise(model_of(module, x), "int8-weight", [(x,)], target="export")
     assert isinstance(made.module.get_submodule("encoder"), Int8Linear)

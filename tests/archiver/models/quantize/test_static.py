@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from int8_models import model_of, needs_engine
 from torch import nn
 
 from torchere.archiver.errors import ModelRefused
@@ -20,9 +20,6 @@ from torchere.archiver.models.quantize import methods as module_under_test
 from torchere.archiver.models.quantize.candidates import quiet
 from torchere.archiver.models.quantize.methods import one_size, quantise, shared_scale
 from torchere.archiver.models.quantize.static import calibrate
-from torchere.archiver.signature import Signature, TensorSpec
-
-needs_engine = pytest.mark.skipif(not supported(), reason="this build of torch has no int8 engine")
 
 
 class Masked(nn.Module):
@@ -71,14 +68,6 @@ class Blurred(nn.Module):
         blurred = nn.functional.conv2d(self.wide(x), self.filter, stride=2, groups=8)
         scores: torch.Tensor = self.head(blurred).mean((2, 3))
         return scores
-
-
-def model_of(module: nn.Module, *example: torch.Tensor) -> LoadedModel:
-    inputs = tuple(
-        TensorSpec(f"in{index}", "FP32", (-1, *one.shape[1:])) for index, one in enumerate(example)
-    )
-    signature = Signature(inputs, (TensorSpec("out", "FP32", (-1, 4)),))
-    return LoadedModel(module.eval(), example, signature, Path("model.py"))
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from int8_models import model_of
 from torch import nn
 from torch.nn.utils import prune
 
@@ -36,7 +37,6 @@ from torchere.archiver.models.quantize import pt2e
 from torchere.archiver.models.quantize.methods import quantise
 from torchere.archiver.models.quantize.trials import methods_tried
 from torchere.archiver.request import BuildOptions
-from torchere.archiver.signature import Signature, TensorSpec
 from torchere.handlers.compiled import load as aot
 from torchere.handlers.compiled.package import Build, Package
 from torchere.serving.commands.cli import main
@@ -147,8 +147,7 @@ def test_an_embedding_whose_head_stays_in_fp32_does_so_too(method: str) -> None:
     words, head = nn.Embedding(500, 300), nn.Linear(300, 500)  # 300 inputs are no multiple of 16
     head.weight = words.weight
     module, ids = nn.Sequential(words, head, nn.Linear(500, 48), nn.Linear(48, 512)), torch.tensor([[1, 2]])
-    model = LoadedModel(module.eval(), (ids,), Signature((), ()), Path("net.py"))
-    made = quantise(model, method, [], target="export")
+    made = quantise(model_of(module, ids), method, [], target="export")
     assert [type(layer) for layer in made.module.children()][:2] == [nn.Embedding, nn.Linear]
     assert made.notes[0].endswith("; in fp32, as other code uses their weights: 0")
 
@@ -176,12 +175,9 @@ def test_a_layer_with_a_hook_keeps_it(network: nn.Module) -> None:
 def test_the_weights_of_pruned_layers_get_fewer_bits(network: nn.Module, method: str) -> None:
     for name in ("0", "2"):
         prune.l1_unstructured(network.get_submodule(name), "weight", 0.5)
-    specs = (TensorSpec("x", "FP32", (-1, 256)),), (TensorSpec("y", "FP32", (-1, 4)),)
-    example = (torch.randn(2, 256),)
-    network(*example)  # with gradients
-    made = quantise(
-        LoadedModel(network, example, Signature(*specs), Path("net.py")), method, [], target="export"
-    )
+    example = torch.randn(2, 256)
+    network(example)  # with gradients
+    made = quantise(model_of(network, example), method, [], target="export")
     assert [type(layer) for layer in made.module.children()][2:] == [Int8Linear, nn.ReLU, nn.Linear]
     assert (
         0 < drift_of(network, made.module, torch.randn(5, 256)) < (0.01 if method == "int8-weight" else 0.15)
@@ -249,10 +245,8 @@ def test_a_transformer_keeps_its_answers_in_an_exported_program(method: str) -> 
         nn.TransformerEncoderLayer(128, 4, 256, batch_first=True), 2, enable_nested_tensor=False
     ).eval()
     example = (torch.randn(2, 12, 128),)
-    spec = (TensorSpec("x", "FP32", (-1, 12, 128)),)
-    model = LoadedModel(encoder, example, Signature(spec, spec), Path("net.py"))
 
-    made = quantise(model, method, [], target="export")
+    made = quantise(model_of(encoder, *example), method, [], target="export")
 
     served = ServedProgram(to_program(made.module, example, BATCH))
     rows = torch.randn(3, 12, 128)
@@ -454,9 +448,7 @@ class OfItsDtype(nn.Module):
 
 
 def of_its_dtype(bias: bool) -> LoadedModel:
-    specs = (TensorSpec("x", "FP32", (-1, 256)),), (TensorSpec("y", "FP32", (-1, 192)),)
-    example = (torch.randn(2, 256),)
-    return LoadedModel(OfItsDtype(bias).eval(), example, Signature(*specs), Path("net.py"))
+    return model_of(OfItsDtype(bias), torch.randn(2, 256))
 
 
 @pytest.mark.parametrize("method", ["int8-weight", "int4-weight"])
