@@ -60,7 +60,7 @@ def open_attention(module: nn.Module, example: Tensors) -> Opened:
         example: arguments of the model. Attention layers that get different tensors as query, key and value
             get three projections instead of one.
     """
-    if isinstance(module, torch.jit.ScriptModule) or not any(map(_opens, module.modules())):
+    if not any(map(_opens, module.modules())):
         return Opened(module, 0)
     with torch.no_grad():
         wanted = answers(module, example)

@@ -54,11 +54,6 @@ def traced(module: nn.Module, example: Tensors) -> fx.GraphModule:
         NotTraceable: the forward can't be traced, or changes a tensor in place in a way that a graph loses;
             or the module has hooks of its own, which are outside of its forward.
     """
-    if isinstance(module, torch.jit.ScriptModule):
-        raise NotTraceable(
-            "the model is TorchScript, whose layers can't be changed any more",
-            "quantise the eager model that it was made from (torchere archive --model-file or --factory)",
-        )
     name = type(module).__name__
     if has_hooks(module):
         raise not_traceable(module, f"{name} has hooks, which a graph of its forward loses", _NO_HOOKS)

@@ -175,15 +175,6 @@ def save_script(module: torch.jit.ScriptModule, file: str | BinaryIO) -> None:
 _PYTHON_CALL = re.compile(r"Could not export Python function call '?\^?([^'.\s]+)")
 
 
-def refuse_fixed_layers(module: torch.nn.Module) -> None:
-    """Raise ModelRefused if the model is TorchScript, whose layers can't be replaced."""
-    if isinstance(module, torch.jit.ScriptModule):
-        raise ModelRefused(
-            "the model is TorchScript, whose layers can't be changed any more; "
-            "quantise the eager model that it was made from (torchere archive --model-file or --factory)"
-        )
-
-
 # Mapping: the module's tensors use the mapped pages of its file.
 #
 # `torch.jit.load` copies every weight to the heap with the GIL held: a third of a second for 400 MB, once

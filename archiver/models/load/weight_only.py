@@ -22,7 +22,6 @@ from torch.export import ExportedProgram
 
 from torchere.archiver.errors import ModelRefused
 from torchere.archiver.models.inputs.run import has_hooks
-from torchere.archiver.models.load.torchscript import refuse_fixed_layers
 from torchere.archiver.models.steps import errors_only
 
 GROUP = 32  # 4-bit weights of a row that share a scale and a zero, which add 1 bit to each weight
@@ -200,10 +199,9 @@ def weight_only(module: nn.Module, bits: int, kept: Collection[str] = ()) -> tup
     Layers that share a weight also share its 8-bit form. The `kept` layers stay in fp32.
 
     Raises:
-        ModelRefused: there is no layer to quantise, or the model is TorchScript.
+        ModelRefused: there is no layer to quantise.
     """
     name = f"int{bits}-weight"
-    refuse_fixed_layers(module)
     made = copy.deepcopy(module).eval()
     found = {path: layer for path, layer in large_layers(made).items() if path not in kept}
     if not found:

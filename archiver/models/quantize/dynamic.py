@@ -29,7 +29,6 @@ from torch.ao.quantization import (
 from torch.ao.quantization.quantize_fx import convert_fx
 
 from torchere.archiver.errors import ModelRefused
-from torchere.archiver.models.load.torchscript import refuse_fixed_layers
 
 _RECURRENT = (nn.LSTM, nn.GRU)
 # torch's int8 embedding bag supports only sums over all entries and treats every other mode as a sum. It
@@ -60,9 +59,8 @@ def dynamic(module: nn.Module, kept: Collection[str] = ()) -> tuple[nn.Module, i
     too, with a scale per row, because they are half of the size of a language model.
 
     Raises:
-        ModelRefused: there is no such layer, or the model is TorchScript.
+        ModelRefused: there is no such layer.
     """
-    refuse_fixed_layers(module)
     layers = {name: layer for name, layer in module.named_modules() if name not in kept}
     # torch replaces layers within a module, never the module itself, which may be a layer.
     plan = {f"0.{name}".rstrip("."): _configuration(layer) for name, layer in layers.items()}

@@ -105,7 +105,7 @@ def quantise(
     if METHODS[method].tries:
         raise ValueError(f"{method} chooses from {', '.join(METHODS[method].tries)}; quantise by one of them")
     if method != "int8-trained":
-        _check_weights(model.module, method)
+        _check_start(model.module, method)
     if method == "bf16":
         made = bf16(model.module)
         with refusing("running the model in bfloat16", _FLOAT32_IN_IT):
@@ -199,15 +199,15 @@ def check_method(method: str, target: str, *, has_samples: bool) -> None:
 
 
 def check_quantised(module: nn.Module, method: str | None, target: str) -> str:
-    """Check a model's weights; return a line about those of torchao for the user, or "".
+    """Check a model and its weights; return a line about weights of torchao for the user, or "".
 
     Raises:
-        ModelRefused: torchao made them, and `method` or the format `target` would change them; or none is
-            FP32, from which `method` starts.
+        ModelRefused: torchao made them, and `method` or the format `target` would change them; or `method`
+            does not start from such a model.
     """
     quantised = torchao_kinds(module)
     if method and (quantised or (method != "int8-trained" and not METHODS[method].tries)):
-        _check_weights(module, method)
+        _check_start(module, method)
     if quantised and target == "torchscript":
         raise ModelRefused(
             f"the model's weights are quantised by torchao ({quantised}), and TorchScript would hold them in "
@@ -216,7 +216,7 @@ def check_quantised(module: nn.Module, method: str | None, target: str) -> str:
     return f"weights of torchao ({quantised}) keep their bits; a server needs no torchao" if quantised else ""
 
 
-def _check_weights(module: nn.Module, method: str) -> None:
+def _check_start(module: nn.Module, method: str) -> None:
     if quantised := torchao_kinds(module):
         raise ModelRefused(
             f"--quantize {method}: the model's weights are quantised already, by torchao ({quantised}); "
@@ -229,6 +229,16 @@ def _check_weights(module: nn.Module, method: str) -> None:
         raise ModelRefused(
             f"--quantize {method} starts from weights of FP32, and all of the model's are {found}; make them "
             "FP32 in its class (self.float()), or leave --quantize out"
+        )
+    if isinstance(module, torch.jit.ScriptModule):
+        why, do = (
+            ("which can't be cast safely: it may hold constants of float32", "cast")
+            if method == "bf16"
+            else ("whose layers can't be changed any more", "quantise")
+        )
+        raise ModelRefused(
+            f"the model is TorchScript, {why}; {do} the eager model that it was made from (torchere archive "
+            "--model-file or --factory)"
         )
 
 
@@ -313,13 +323,8 @@ def bf16(module: nn.Module, has_bf16: bool | None = None) -> nn.Module:
         has_bf16: whether the processor multiplies bfloat16; None queries this machine.
 
     Raises:
-        ModelRefused: the processor has no such instruction, or the model is TorchScript.
+        ModelRefused: the processor has no such instruction.
     """
-    if isinstance(module, torch.jit.ScriptModule):
-        raise ModelRefused(
-            "the model is TorchScript, which can't be cast safely: it may hold constants of float32; "
-            "cast the eager model that it was made from (torchere archive --model-file or --factory)"
-        )
     if not (processor_has_bf16() if has_bf16 is None else has_bf16):
         raise ModelRefused(
             f"bf16 would be slower than fp32 here: this {platform.machine()} processor has "

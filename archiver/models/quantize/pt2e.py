@@ -21,7 +21,6 @@ from torchere.archiver.models.convert.exported_program import by_parameter, expo
 from torchere.archiver.models.fold.convolutions import fold
 from torchere.archiver.models.fold.tracing import NotTraceable
 from torchere.archiver.models.inputs.sizes import Tensors, without_ones
-from torchere.archiver.models.load.torchscript import refuse_fixed_layers
 from torchere.archiver.models.load.weight_only import quiet_torchao
 from torchere.archiver.models.measure.difference import answers
 from torchere.archiver.models.steps import Say, counted, silent
@@ -57,9 +56,8 @@ def quantised_program(
         say: takes a line about progress now and then.
 
     Raises:
-        ModelRefused: torchao is not installed, the model is TorchScript, or none of its layers becomes int8.
+        ModelRefused: torchao is not installed, or no layer of the model becomes int8.
     """
-    refuse_fixed_layers(module)
     with quiet_torchao():
         pt2e, quantizers = _torchao()
         graph: fx.GraphModule = exported(_folded(module, samples[0]), samples[0], inputs).module()

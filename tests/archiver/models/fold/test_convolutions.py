@@ -149,13 +149,6 @@ def test_a_model_that_branches_on_values_is_refused_with_what_to_do() -> None:
         fold(Branching(nn.Linear(2, 2)), PICTURE)
 
 
-def test_torchscript_is_refused_with_what_to_do() -> None:
-    script = torch.jit.trace(nn.Linear(2, 2), torch.zeros(1, 2))
-
-    with pytest.raises(NotTraceable, match="the model is TorchScript"):
-        fold(script, (torch.zeros(1, 2),))
-
-
 @pytest.mark.parametrize(
     ("before", "after", "dilation", "axis"),
     [
