@@ -63,7 +63,9 @@ dynamic int8, where activations allow it; `auto` measures both
 
 Activations have 8 bits and weights 7 (8 in depthwise convolutions): processors without VNNI add pairs of
 products in 16 bits, which 8 bits times 8 overflow, and archives are often packed on another processor than
-they are served on. LSTM and GRU layers have it the other way round, for torch's kernels know no other.
+they are served on. So models with depthwise convolutions are not tried on `x86` and `fbgemm`, which add
+pairs for these on processors without VNNI. LSTM and GRU layers have it the other way round, for torch's
+kernels know no other.
 
 Where int8 drifts by more than 0.141 (a cosine of 0.99; or by more than `--max-drift`, if that is less), the
 layers that hurt most go back to fp32. Each layer is rounded by itself in the fp32 model, and the worst go

@@ -30,7 +30,7 @@ from torchere.archiver.models.measure.cost import Samples, batch_sizes, processo
 from torchere.archiver.models.measure.difference import answers, difference
 from torchere.archiver.models.quantize.dynamic import dynamic, fuse_relu, large_embeddings, trained
 from torchere.archiver.models.quantize.reads import KEPT_AS_READ, read_elsewhere
-from torchere.archiver.models.quantize.static import LAYERS, calibrate
+from torchere.archiver.models.quantize.static import ADD_PAIRS, LAYERS, calibrate, is_depthwise
 from torchere.archiver.models.steps import Say, counted, line_of, silent
 
 _AS_FAST = 1.05  # engines within this multiple of the shortest time count as equally fast
@@ -82,17 +82,20 @@ def choose(candidates: Sequence[Measured]) -> Measured:
     return next((one for one in default if one.latency_ms <= _AS_FAST * fastest.latency_ms), fastest)
 
 
-def measured(packed: bytes, judge: Callable[[Run], float], calls: Samples) -> list[Measured]:
-    """Measure the saved model on each engine, in turns.
+def measured(
+    packed: bytes, engines: Sequence[str], judge: Callable[[Run], float], calls: Samples
+) -> list[Measured]:
+    """Measure the saved model on each of the engines, in turns.
 
     The models are timed before they are judged, because their first runs decide their speed (`processor_ms`).
 
     Args:
         packed: the saved model: TorchScript with int8 weights.
+        engines: their names, as in `torch.backends.quantized.supported_engines`.
         judge: returns how far a model's outputs drift from fp32.
         calls: arguments to time the model with, one tuple for each shape.
     """
-    found = {engine: Measured(engine, 0.0, float("inf")) for engine in supported()}
+    found = {engine: Measured(engine, 0.0, float("inf")) for engine in engines}
     running: dict[str, Any] = {}
     for engine, blank in found.items():
         with _failures(found, blank), torch.inference_mode():
@@ -289,10 +292,18 @@ class Maker:
         module, layers = dynamic(self.opened.module, kept)
         return module, f"{layers} layers"
 
+    @property
+    def _engines(self) -> tuple[str, ...]:
+        """The engines to choose from: those whose results are right on every processor."""
+        layers = self.folded.module.modules() if self.folded else ()
+        if "onednn" not in supported() or not any(map(is_depthwise, layers)):
+            return supported()
+        return tuple(engine for engine in supported() if engine not in ADD_PAIRS)
+
     def _measured(self, made: Candidate) -> Candidate:
-        self.say(f"{self.method}: timing it on {len(supported())} engines")
+        self.say(f"{self.method}: timing it on {len(self._engines)} engines")
         calls = shapes_of(self.timed or self.judged, self.model.signature.batched, self._least_rows)
-        found = measured(made.packed, self._drift_of, calls)
+        found = measured(made.packed, self._engines, self._drift_of, calls)
         return replace(made, measured=tuple(found))
 
 

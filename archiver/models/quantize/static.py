@@ -5,7 +5,7 @@ Three decisions, each measured on EfficientNet-Lite0 (docs/quantization.md):
 - Weights have 7 bits. Processors without VNNI add pairs of 8-bit products in 16 bits, which overflow with
   2 x 255 x 127 but not with 2 x 255 x 64. The processor that serves an archive often differs from the one
   that packs it. Depthwise convolutions have 8 bits: oneDNN does not add pairs for them, and 7 bits cost the
-  most accuracy in a kernel of few taps.
+  most accuracy in a kernel of few taps. FBGEMM does (`ADD_PAIRS`).
 - ReLU6 becomes the saturation of the integer format (`clipped_by_format`).
 - Only layers that gain are quantised. Normalisations, softmax and similar layers stay in fp32: they take
   little of the time, and lose the most accuracy with 8 bits.
@@ -54,6 +54,8 @@ from torchere.archiver.models.steps import Say, counted, silent
 
 WEIGHT_LIMIT = 64  # 7 bits: -64 ... 63
 DEPTHWISE_LIMIT = 128  # 8 bits: -128 ... 127
+# Engines that compute depthwise convolutions by FBGEMM; x86 does so without VNNI, and above 100 groups.
+ADD_PAIRS = ("fbgemm", "x86")
 _LEVELS: dict[str, Any] = {"dtype": torch.quint8, "quant_min": 0, "quant_max": 255}
 _RELU6_SCALE = 6 / 255
 _COARSE = 2.0  # a range this many times as wide as the values' own costs a bit
@@ -330,7 +332,7 @@ def _configuration(graph: fx.GraphModule, clipped: Sequence[str]) -> QConfigMapp
     mapping = QConfigMapping().set_global(_qconfig(observed, WEIGHT_LIMIT))
     for kept in _KEPT_IN_FP32:
         mapping.set_object_type(kept, None)
-    depthwise = {name for name, layer in graph.named_modules() if _is_depthwise(layer)}
+    depthwise = {name for name, layer in graph.named_modules() if is_depthwise(layer)}
     for name in sorted({*clipped, *depthwise}):
         limit = DEPTHWISE_LIMIT if name in depthwise else WEIGHT_LIMIT
         mapping.set_module_name(name, _qconfig(fixed if name in clipped else observed, limit))
@@ -373,7 +375,8 @@ def _clips_behind(graph: fx.GraphModule, kept: Collection[str]) -> list[str]:
     return [str(node.target) for node in nodes if str(getattr(node.args[0], "target", "")) in kept]
 
 
-def _is_depthwise(layer: nn.Module) -> bool:
+def is_depthwise(layer: nn.Module) -> bool:
+    """Return whether the layer is a convolution with a kernel for each channel."""
     return isinstance(layer, nn.Conv2d) and layer.groups == layer.in_channels > 1
 
 

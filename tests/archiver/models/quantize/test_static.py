@@ -346,7 +346,7 @@ def test_a_normalisation_behind_a_transposed_convolution_of_groups_stays(groups:
 
 def check_static(net: nn.Module, least: int) -> None:
     samples = [(3 * torch.randn(2, 4, 9, 9),) for _ in range(8)]
-    with using("x86" if "x86" in supported() else supported()[0]), quiet(), torch.no_grad():
+    with using("onednn" if "onednn" in supported() else supported()[0]), quiet(), torch.no_grad():
         made = calibrate(fold(net, samples[0]), samples)
         found, wanted = made.convert()(*samples[0]), net(*samples[0])
     assert made.layers >= least
