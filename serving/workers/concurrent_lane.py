@@ -15,23 +15,34 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from torchere.serving.errors import HandlerFailed
 from torchere.serving.types import InferResponse
 from torchere.serving.workers.executor import BatchReport
-from torchere.serving.workers.frames import Parts
-from torchere.serving.workers.host import PartialSink
+from torchere.serving.workers.frames import FrameReader, Parts
+from torchere.serving.workers.host import HandlerHost, PartialSink
 from torchere.serving.workers.lanes import LanePage, next_run, report_without_room
 from torchere.serving.workers.messages import Partial, Run, encode_frame, encode_report
 from torchere.serving.workers.plain import line_of
 
-if TYPE_CHECKING:
-    from torchere.serving.workers.process import Lane
-
 logger = logging.getLogger(__name__)
 
 LOOK_S = 0.05  # polling interval of the page: which requests are cancelled, and whose parts are held back
+
+
+class LaneOfProcess(Protocol):
+    """The part of `Lane` in `process.py` that is used here."""
+
+    data: socket.socket
+    batches: FrameReader
+    host: HandlerHost
+
+    def send(self, parts: Parts) -> None:
+        """Send a message to the server."""
+
+    def take_share(self) -> None:
+        """Use as many intra-op threads as the server allows."""
 
 
 class _Running:
@@ -53,7 +64,9 @@ class ConcurrentLane:
     `obey` handles the waiting messages of the control socket; it returns False when the server is gone.
     """
 
-    def __init__(self, lane: Lane, page: LanePage, control: socket.socket, obey: Callable[[], bool]) -> None:
+    def __init__(
+        self, lane: LaneOfProcess, page: LanePage, control: socket.socket, obey: Callable[[], bool]
+    ) -> None:
         self._lane, self._host, self._page, self._control, self._obey = lane, lane.host, page, control, obey
         self._loop = lane.host.loop
         self._runs: set[_Running] = set()
