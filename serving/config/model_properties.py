@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 from collections.abc import Iterator
 from typing import Any, TypeAlias
@@ -16,10 +17,12 @@ UNSUPPORTED_KEYS = {
 """Keys of TorchServe that have no effect here, and why."""
 
 # Members of an entry of a model in the property `models`.
-_COUNTS = ("minWorkers", "maxWorkers", "batchSize", "maxBatchDelay", "responseTimeout", "startupTimeout")
+_ONLY_OF_MODELS = ("minWorkers", "maxWorkers", "batchSize", "maxBatchDelay")  # no key is like these
+_COUNTS = (*_ONLY_OF_MODELS, "responseTimeout", "startupTimeout")
 _SNAPSHOT_FIELDS = ("defaultVersion", "marName", "minWorkers", "maxWorkers", "batchSize", "maxBatchDelay")
 _MEMBERS = frozenset((*_COUNTS, *_SNAPSHOT_FIELDS, *UNSUPPORTED_KEYS, "parallelLevel", "runtimeType", OURS))
 _MOST_NAMED = 5  # unknown members named in a message
+_SIMILAR_SETTING = 0.85  # difflib's ratio; below that of `batchdelay` to `maxbatchdelay`
 _NEAR = 20  # characters shown on both sides of a place that is not JSON
 
 _Models: TypeAlias = dict[str, dict[str, dict[str, object]]]
@@ -28,6 +31,18 @@ _Models: TypeAlias = dict[str, dict[str, dict[str, object]]]
 def unsupported_keys(raw: dict[str, Any]) -> list[str]:
     """Return the keys that request a feature the server does not support."""
     return [key for key in raw if key in UNSUPPORTED_KEYS and raw[key]]
+
+
+def near_setting_of_models(key: str) -> str:
+    """Suggest where to write a setting of models, as `batch_size`, that is no key of the file; "" for others.
+
+    TorchServe's guides name `batch_size` and `batch_delay` as if they were keys.
+    """
+    spelt = {name.lower(): name for name in _ONLY_OF_MODELS}
+    found = difflib.get_close_matches(key.replace("_", "").lower(), spelt, n=1, cutoff=_SIMILAR_SETTING)
+    if not found:
+        return ""
+    return f"models have {spelt[found[0]]}: in their model-config.yaml, or in the key models"
 
 
 def _object(value: object, what: str) -> dict[str, Any]:

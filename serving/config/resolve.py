@@ -16,6 +16,7 @@ from typing import Any, Literal
 from torchere.archiver.errors import one_line
 from torchere.serving.config.keys import KEYS, METRICS_API, NO_KEYSTORES, Key
 from torchere.serving.config.kinds import BOOLEAN, INVERTED_BOOLEAN, MODELS, PATH, PATHS, near
+from torchere.serving.config.model_properties import near_setting_of_models
 from torchere.serving.config.properties import ConfigurationError, Entry, substitute
 from torchere.serving.config.server_settings import Address, ServerSettings, SnapshotModel, SnapshotWorkflow
 
@@ -181,7 +182,8 @@ def _stripped(given: _Given, findings: list[Finding]) -> _Given:
 
 
 def _unknown_key(name: str) -> str:
-    return "; ".join(filter(None, ["unknown key, not used", near(name, KEYS)]))
+    hint = near_setting_of_models(name) or near(name, KEYS)
+    return "; ".join(filter(None, ["unknown key, not used", hint]))
 
 
 def _from_environment(

@@ -96,6 +96,24 @@ def test_an_unknown_key_names_its_nearest_neighbour_and_shows_its_value() -> Non
     assert [finding.value for finding in found] == ["5", "6", "***"]
 
 
+@pytest.mark.parametrize(
+    ("key", "setting"),
+    [
+        ("batch_size", "batchSize"),
+        ("batch_delay", "maxBatchDelay"),
+        ("min_workers", "minWorkers"),
+        ("maxWorkers", "maxWorkers"),
+    ],
+)
+def test_a_setting_of_models_that_is_no_key_names_its_place(key: str, setting: str) -> None:
+    hint = f"models have {setting}: in their model-config.yaml, or in the key models"
+    assert warnings(f"{key}=1") == [f"line 1: {key}: unknown key, not used; {hint}"]
+
+
+def test_a_time_out_of_models_names_the_key_for_all_models() -> None:
+    assert "did you mean default_response_timeout?" in warnings("response_timeout=1")[0]
+
+
 def test_the_format_of_metrics_of_old_files_is_known() -> None:
     assert warnings("metrics_format=prometheus") == []
     assert "the format is always Prometheus'" in warnings("metrics_format=json")[0]
