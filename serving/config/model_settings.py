@@ -341,9 +341,10 @@ _CLAMPED = ("minWorkers", "batchSize", "maxRetryTimeoutInSec")
 logger = logging.getLogger(__name__)
 
 # Precedence of the sources of a setting, as in TorchServe: the registration request, the archive's model
-# config, the property `models={...}`, the server's defaults. For timeouts the request comes third. The number
-# of executors is that of the model config, else that of the request. A model that is loaded at startup has no
-# request; its number is that of the model config, else that of `models={...}`, else the default.
+# config, the property `models={...}`, the server's defaults. For timeouts the request comes third; those of a
+# snapshot come first. The number of executors is that of the model config, else that of the request. A model
+# that is loaded at startup has no request; its number is that of the model config, else that of
+# `models={...}`, else the default.
 
 # An archive with a model config that sets no timeout gets TorchServe's built-in default, not the server's: in
 # TorchServe, `default_response_timeout` does not apply to such a model, so it must not shorten the timeout
@@ -364,6 +365,7 @@ class Asked:
     executors_by_default: bool = False  # at startup: `models={...}` may override `executors`
     response_timeout_s: float | None = None
     startup_timeout_s: float | None = None
+    restored: bool = False  # from a snapshot: the timeouts, too, override those of the model config
 
 
 def effective_settings(
@@ -394,11 +396,15 @@ def effective_settings(
     settings = ModelSettings(
         batch=batch,
         response_timeout_s=_timeout(
-            (config.response_timeout_s, defaults.get("responseTimeout"), asked.response_timeout_s),
+            asked.response_timeout_s,
+            (config.response_timeout_s, defaults.get("responseTimeout")),
+            asked.restored,
             TIMEOUT_WITH_CONFIG_S if config.present else server.default_response_timeout_s,
         ),
         startup_timeout_s=_timeout(
-            (config.startup_timeout_s, defaults.get("startupTimeout"), asked.startup_timeout_s),
+            asked.startup_timeout_s,
+            (config.startup_timeout_s, defaults.get("startupTimeout")),
+            asked.restored,
             TIMEOUT_WITH_CONFIG_S if config.present else server.default_startup_timeout_s,
         ),
         client_timeout_ms=config.client_timeout_ms or 0,
@@ -453,6 +459,9 @@ def _executors(asked: Asked, config: ModelConfig, defaults: dict[str, object]) -
     return low or min(asked.executors, high or asked.executors), high or max(asked.executors, low)
 
 
-def _timeout(candidates: tuple[object, ...], fallback_s: float) -> float:
+def _timeout(
+    asked_s: float | None, others: tuple[object, ...], asked_first: bool, fallback_s: float
+) -> float:
+    candidates = (asked_s, *others) if asked_first else (*others, asked_s)
     given = (value for value in candidates if isinstance(value, (int, float)) and value > 0)
     return float(next(given, fallback_s))

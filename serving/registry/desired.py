@@ -130,6 +130,7 @@ def _served_before(model: SnapshotModel) -> Wanted:
         executors=integer("minWorkers") or 0,
         response_timeout_s=integer("responseTimeout"),
         startup_timeout_s=integer("startupTimeout"),
+        restored=True,
     )
     low, high = integer("minWorkers") or 0, integer("maxWorkers") or 0
     return Wanted(

@@ -46,6 +46,14 @@ def test_the_model_config_wins_over_the_api_for_timeouts() -> None:
     assert got.response_timeout_s == 10
 
 
+def test_the_timeouts_of_a_snapshot_win_over_the_model_config() -> None:
+    config = ModelConfig(present=True, response_timeout_s=10, startup_timeout_s=20)
+    got = settings(Asked(response_timeout_s=30, startup_timeout_s=40, restored=True), config)
+    assert (got.response_timeout_s, got.startup_timeout_s) == (30, 40)
+    got = settings(Asked(restored=True), config)
+    assert (got.response_timeout_s, got.startup_timeout_s) == (10, 20)
+
+
 def test_a_timeout_asked_for_is_used_when_the_model_config_has_none() -> None:
     assert settings(Asked(response_timeout_s=30), ModelConfig(present=True)).response_timeout_s == 30
 

@@ -73,6 +73,7 @@ def test_a_restored_model_has_what_the_snapshot_says() -> None:
     assert wanted.executor_range == (0, 2)
     assert (wanted.asked.batch_size, wanted.asked.max_batch_delay_ms, wanted.asked.executors) == (4, 50, 0)
     assert (wanted.asked.response_timeout_s, wanted.asked.startup_timeout_s) == (60, None)
+    assert wanted.asked.restored
 
 
 def test_a_restored_model_that_never_waited_does_not_begin_to() -> None:
