@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from torchere.handlers.errors import (
@@ -97,6 +97,8 @@ def _config(text: str, mode: MetricsMode, supplied: MetricsConfig) -> MetricsCon
         found, known = (server, supplied.server) if section == "ts_metrics" else (model, supplied.model)
         try:
             metric = _metric(f"{section}.{kind}", kind, entry)
+            if mode == "legacy" and metric.name in LEGACY_METRICS:
+                metric = replace(metric, kind="counter")  # as in TorchServe, also if declared otherwise
             if metric.name in found:
                 raise MetricsCacheValueError(f"{section}: {metric.name} is declared twice")
             if is_logged(metric.name, mode):

@@ -129,6 +129,14 @@ def test_what_legacy_mode_exposes_needs_the_names_of_prometheus():
     assert (config.server, len(config.dropped)) == ({}, 1)
 
 
+@pytest.mark.parametrize("kind", ["gauge", "histogram"])
+def test_what_legacy_mode_exposes_is_a_counter_whatever_its_declared_type(kind):
+    entry = "{name: ts_queue_latency_microseconds, unit: ms, dimensions: [a, b, c]}"
+    text = f"ts_metrics: {{{kind}: [{entry}]}}\n{MODEL}"
+    kinds = [parse_metrics_config(text, mode).server for mode in ("legacy", "prometheus")]
+    assert [found["ts_queue_latency_microseconds"].kind for found in kinds] == ["counter", kind]
+
+
 @pytest.mark.parametrize("name", ["", "a\\nb", "a\\x1bb", "a\\u2028b"])
 def test_a_name_that_would_break_a_line_of_the_log_is_dropped(name):
     entry = f'{{name: "{name}", unit: ms, dimensions: []}}'
