@@ -226,7 +226,8 @@ class Prediction(Exchange, Request):
             return target.model
         # With a sole startup model, a form field called `model_name` is for the handler.
         sole = self.connection.listener.dataplane.sole_startup_model()
-        named = (_name_in(query), sole, _name_in(fields))
+        asked = _name_in(query)
+        named = (asked or None, sole, asked, _name_in(fields))  # an empty name gives way to the sole model
         return next((model for model in named if model is not None), None)
 
     def admit(self, model: str) -> None:

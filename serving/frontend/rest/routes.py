@@ -206,7 +206,7 @@ def _prediction_options(dataplane: DataPlane) -> list[Route]:
             raise NotFound(wording.NO_SUCH_RESOURCE)
         model = target.model
         if model is None:
-            model = request.query_params.get("model_name", dataplane.sole_startup_model())
+            model = request.query_params.get("model_name") or dataplane.sole_startup_model()
         if model is None:
             raise InvalidRequest(wording.NO_MODEL_NAMED)
         signature = dataplane.signature_text(model, target.version)

@@ -119,6 +119,8 @@ def test_the_root_knows_options_only(ask):
     [
         ("/invocations?model_name=echo", (None, b""), 200),
         ("/invocations?model_name=none", ("echo", b""), 404),
+        ("/invocations?model_name=", ("echo", b""), 200),
+        ("/invocations?model_name=", (None, b""), 404),
         ("/invocations", ("echo", b""), 200),
         ("/invocations", ("echo", b"model_name=none"), 200),
         ("/invocations", (None, b"model_name=echo"), 200),
@@ -308,6 +310,7 @@ def test_options_on_a_prediction_path_gives_the_models_document(ask, planes):
     assert ask("inference", "OPTIONS", "/invocations").json["message"] == "Parameter model_name is required."
     planes.data.sole = "echo"
     assert ask("inference", "OPTIONS", "/invocations").json == document  # what a browser asks beforehand
+    assert ask("inference", "OPTIONS", "/invocations?model_name=").json == document
     assert ask("inference", "OPTIONS", "/invocations?model_name=none").status == 404
     planes.data.signature = "not json"
     answer = ask("inference", "OPTIONS", "/predictions/echo")
