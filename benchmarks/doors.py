@@ -80,7 +80,7 @@ class Plane:
 
     signature = Signature((TensorSpec("x", "FP32", (-1,)),), (TensorSpec("y", "FP32", (-1,)),))
     known = ModelFacts(
-        ModelKey("echo", "1.0"), ("1.0",), "echo.py", {}, signature, 1, True, VersionNumbers("echo", "1.0")
+        ModelKey("echo", "1.0"), ("1.0",), "echo.py", {}, signature, 1, VersionNumbers("echo", "1.0")
     )
 
     def admit(self, request: Request, model: str, version: str | None) -> None:

@@ -25,7 +25,6 @@ class ModelFacts:
     manifest_model: Mapping[str, Any]  # the member `model` of the manifest
     signature: Signature | None
     max_batch_size: int
-    ready: bool  # a request would be run without waiting for a load
     numbers: VersionNumbers
     example: object = None  # `exampleRequest` of the model config: JSON that the handler takes
 
@@ -52,7 +51,6 @@ def facts_of(version: Version, versions: tuple[str, ...]) -> ModelFacts:
         manifest_model=version.origin.archive.manifest.get("model") or {},
         signature=request_signature(version.origin.handler, version.origin.archive.tensors),
         max_batch_size=version.settings.batch.max_batch_size,
-        ready=version.ready,
         numbers=version.observer.meter,
         example=version.origin.archive.config.raw.get("exampleRequest"),
     )

@@ -149,7 +149,6 @@ class Echo:
             manifest_model={},
             signature=None,
             max_batch_size=1,
-            ready=True,
             numbers=VersionNumbers("echo", "1.0"),
         )
 

@@ -65,9 +65,10 @@ class ModelCalls:
         return pb.ServerReadyResponse(ready=self._dataplane.readiness().ready)
 
     def model_ready(self, request: pb.ModelReadyRequest, call: Call) -> pb.ModelReadyResponse:
-        """Report whether a model can answer a request without waiting for a load."""
+        """Report whether a model can answer without waiting for a load; none can while the server drains."""
         try:
-            return pb.ModelReadyResponse(ready=self._facts(request).ready)
+            key = self._facts(request).key
+            return pb.ModelReadyResponse(ready=self._dataplane.model_readiness(*key).ready)
         except NotFound:
             if self._unknown_is_unready:
                 return pb.ModelReadyResponse(ready=False)

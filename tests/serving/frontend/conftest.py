@@ -73,7 +73,6 @@ class FakeDataPlane:
             manifest_model={},
             signature=None,
             max_batch_size=1,
-            ready=True,
             numbers=VersionNumbers("echo", "1.0"),
         )
 

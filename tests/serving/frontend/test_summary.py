@@ -39,7 +39,7 @@ def facts(
     example: object = None,
 ) -> Any:
     numbers: Any = SimpleNamespace()
-    return ModelFacts(ModelKey("net", "1.0"), versions, handler, {}, signature, 1, True, numbers, example)
+    return ModelFacts(ModelKey("net", "1.0"), versions, handler, {}, signature, 1, numbers, example)
 
 
 def caller(command: str | None = "torchere", address: Address = DEFAULT, **settings: Any) -> Caller:

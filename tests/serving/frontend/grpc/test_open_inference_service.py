@@ -18,6 +18,7 @@ from torchere.handlers.tensors.codec import tensor_from_bytes
 from torchere.serving.errors import DeadlineExceeded, HandlerFailed, QueueFull, VersionFailed
 from torchere.serving.frontend import budgets as budget_module
 from torchere.serving.frontend.budgets import Budgets
+from torchere.serving.frontend.dataplane import Readiness
 from torchere.serving.frontend.grpc import open_inference_messages
 from torchere.serving.frontend.grpc.open_inference_descriptors import PUBLIC_NAME, SERVICE, TORCHSERVE_NAME
 from torchere.serving.frontend.grpc.protos import open_inference_pb2 as pb
@@ -34,7 +35,6 @@ def facts(signature=None):
         manifest_model={"serializedFile": "model.pt"},
         signature=signature,
         max_batch_size=8,
-        ready=True,
         numbers=VersionNumbers("echo", "1.0"),
     )
 
@@ -568,6 +568,11 @@ def test_health_is_told(oip):
     assert oip.ask("ServerLive", pb.ServerLiveRequest()).live
     assert oip.ask("ServerReady", pb.ServerReadyRequest()).ready
     assert oip.ask("ModelReady", pb.ModelReadyRequest(name="echo")).ready
+
+
+def test_no_model_is_ready_while_the_server_drains(oip, planes):
+    planes.data.is_ready = Readiness(False, ("the server is shutting down",))
+    assert not oip.ask("ModelReady", pb.ModelReadyRequest(name="echo")).ready
 
 
 def test_the_server_tells_its_health_without_a_key(oip, planes):

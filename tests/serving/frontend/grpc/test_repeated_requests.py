@@ -43,7 +43,7 @@ class Plane:
     def facts(self, model, version):
         taken = self.tensors(model, version)
         numbers = VersionNumbers(model, "1.0")
-        return ModelFacts(ModelKey(model, "1.0"), ("1.0",), "tensor", {}, taken, 8, True, numbers)
+        return ModelFacts(ModelKey(model, "1.0"), ("1.0",), "tensor", {}, taken, 8, numbers)
 
     def refuse_unknown(self, error):
         return error

@@ -18,7 +18,6 @@ FACTS = ModelFacts(
     manifest_model={"serializedFile": "m.pt"},
     signature=Signature((TensorSpec("t", "BYTES", (-1, 1)),), (TensorSpec("y", "FP32", (-1, 3)),)),
     max_batch_size=8,
-    ready=True,
     numbers=VersionNumbers("m", "2"),
 )
 
