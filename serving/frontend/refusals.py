@@ -34,7 +34,7 @@ def check_refusal(response: InferResponse) -> None:
     if response.status < FIRST_ERROR_STATUS or len(response.body) > MAX_ERROR_BYTES:
         return
     try:
-        found = _refusals.decode(response.body)
+        found = _refusals.decode(bytes(response.body))  # a worker could change a view of shared memory
     except NO_JSON:
         return
     if found.code == response.status:

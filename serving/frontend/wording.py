@@ -135,7 +135,7 @@ def customized_text(version: VersionDescription, response: InferResponse) -> str
         raise HandlerFailed("Failed to get customized model metadata.", status=500, detail=flaw)
     described = version_json(version)
     try:
-        said = msgspec.json.decode(response.body)
+        said = msgspec.json.decode(bytes(response.body))  # a worker could change a view of shared memory
     except NO_JSON:
         said = None
     if response.body:

@@ -90,7 +90,7 @@ class ConcurrentLane:
     def _take(self) -> None:
         """Start a task for each run that has arrived; wait for the rest of a frame, which is on its way."""
         while True:
-            message = next_run(self._lane.batches, self._begin)
+            message = next_run(self._lane.batches, self._page, self._begin)
             if message is None:
                 self._loop.stop()
                 return
@@ -122,7 +122,7 @@ class ConcurrentLane:
             with suppress(asyncio.CancelledError):  # the client has left: the run still needs its report
                 while running.waiting and not running.is_cancelled:
                     await asyncio.sleep(LOOK_S)  # `_look` sends them when the client has read the others
-            self._lane.send(encode_report(message.run_id, report, host.end_cause))
+            self._lane.send(encode_report(message.run_id, report, host.end_cause, self._page.to_server))
         except OSError:  # the server is gone
             self._loop.stop()
         finally:

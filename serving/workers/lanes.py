@@ -5,7 +5,7 @@ message can be late or lost when the worker crashes. Each lane (a worker thread 
 in which it writes the id of the run that it begins, and the time of its last progress. Each place (the slot
 of a run inside the worker, from its sending to its report) has a row of bytes that the server sets: one to
 hold back the run's streamed answers, and one for each request to cancel it. The byte before the rows is the
-number of intra-op threads that lanes use for the next run.
+number of intra-op threads that lanes use for the next run. Behind the rows are the slots of large values.
 """
 
 from __future__ import annotations
@@ -21,9 +21,11 @@ import struct
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 
 from torchere.serving.errors import NoRoom
+from torchere.serving.workers import slots
 from torchere.serving.workers.executor import BatchReport, LoadSpec
 from torchere.serving.workers.frames import FrameReader, FrameSocket
 from torchere.serving.workers.messages import Run, data_to_worker, most_report_bytes, raw_bytes, run_with_raw
@@ -35,28 +37,30 @@ LANES_A_MESSAGE = 128  # sockets sent to a worker in one message; the kernel all
 MAX_PLACES = 8192  # runs inside one worker
 _CELL = struct.Struct("<dQ")  # last progress (monotonic seconds), run id; 0: no run was begun yet
 _CELLS_BYTES = MAX_LANES * _CELL.size
-_PAGE_BYTES = 4096
 _ROWS = _CELLS_BYTES + 1
 _MOST_THREADS = 255  # in a byte
 
 
 def _size(requests: int) -> int:
     size = _ROWS + MAX_PLACES * (1 + requests)
-    return -(-size // _PAGE_BYTES) * _PAGE_BYTES
+    return -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 def create(requests: int) -> int:
     """Create zeroed shared memory for runs of at most `requests` requests; return its descriptor.
 
     The memory is sparse. Its size is sealed if the system supports it: a worker that truncated the memory
-    would crash the server with SIGBUS.
+    would crash the server with SIGBUS. Where files may not be so large (`ulimit -f`), it has no slots.
 
     Raises:
         OSError: the system has no descriptor or no memory left.
     """
     if hasattr(os, "memfd_create"):
         descriptor = os.memfd_create("torchere-lanes", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.ftruncate(descriptor, _size(requests))
+        try:
+            os.ftruncate(descriptor, _size(requests) + slots.BYTES)
+        except OSError:
+            os.ftruncate(descriptor, _size(requests))
         fcntl.fcntl(
             descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
         )
@@ -70,6 +74,8 @@ def create(requests: int) -> int:
 class LanePage:
     """One mapping of the page. Any thread may use it: each cell and each row has one writer.
 
+    `to_worker` and `to_server` are the slots of each direction.
+
     Args:
         descriptor: from `create`, with the same `requests`; it may be closed afterwards.
         requests: the maximum number of requests in a run.
@@ -77,7 +83,9 @@ class LanePage:
 
     def __init__(self, descriptor: int, requests: int) -> None:
         self._row_bytes = 1 + requests
-        self._memory = mmap.mmap(descriptor, _size(requests))
+        self._memory = mmap.mmap(descriptor, os.fstat(descriptor).st_size)
+        self.to_worker = slots.Slots(self._memory, _size(requests), 0)
+        self.to_server = slots.Slots(self._memory, _size(requests), 1)
 
     def mark(self, lane: int, run_id: int, now_s: float) -> None:
         """Record that a lane begins a run (0: it has begun none) or still works on it (in the worker)."""
@@ -124,8 +132,9 @@ class LanePage:
         return bool(self._memory[_ROWS + place * self._row_bytes])
 
     def close(self) -> None:
-        """Unmap the page."""
-        self._memory.close()
+        """Unmap the page, or let the last view of a slot unmap it."""
+        with suppress(BufferError):
+            self._memory.close()
 
 
 def receive_lanes(connection: socket.socket, count: int, spec: LoadSpec) -> list[socket.socket]:
@@ -151,13 +160,14 @@ def receive_lanes(connection: socket.socket, count: int, spec: LoadSpec) -> list
     return data
 
 
-def next_run(batches: FrameReader, begin: Callable[[Run], None]) -> Run | None:
+def next_run(batches: FrameReader, page: LanePage, begin: Callable[[Run], None]) -> Run | None:
     """Wait for the next run of a lane (in the worker); None: the server has ended the lane, or is gone.
 
     If there is no memory for its large values, the run is returned without them: its `large` is not empty.
 
     Args:
         batches: reads the data socket of the lane.
+        page: has the slots of large values.
         begin: writes the begin mark. It is called before large values are received: they may take so much
             memory that the kernel ends the process, and the next process would get them, too.
     """
@@ -171,9 +181,9 @@ def next_run(batches: FrameReader, begin: Callable[[Run], None]) -> Run | None:
         begin(run)
         count = raw_bytes(run)
         try:
-            raw = batches.raw(count)
+            raw = batches.raw(count) if run.slot < 0 else page.to_worker.take(run.slot, count)
         except MemoryError:
-            return run if batches.drop(count) else None
+            return run if run.slot >= 0 or batches.drop(count) else None
     except OSError:  # reset
         return None
     try:

@@ -38,6 +38,7 @@ from torchere.serving.errors import (
 from torchere.serving.types import InferRequest, InferResponse, Parameter
 from torchere.serving.workers.executor import BatchReport, LoadSpec, Unfinished
 from torchere.serving.workers.frames import HEADER, MAX_FRAME_BYTES, Parts
+from torchere.serving.workers.slots import Slots
 
 logger = logging.getLogger(__name__)
 
@@ -97,7 +98,8 @@ class Run(msgspec.Struct, frozen=True, array_like=True, tag=6):  # also `_RUN_TA
     run_id: int
     place: int
     requests: tuple[InferRequest, ...]
-    large: tuple[tuple[int, int, int], ...] = ()  # raw values after the frame: request, parameter, bytes
+    large: tuple[tuple[int, int, int], ...] = ()  # raw values: request, parameter, bytes
+    slot: int = -1  # has the raw values (`slots.py`); -1: they follow the frame
 
 
 class Join(msgspec.Struct, frozen=True, array_like=True, tag=7):
@@ -168,8 +170,9 @@ class Done(msgspec.Struct, frozen=True, array_like=True, tag=13):
     metrics: Samples
     stages_s: tuple[float, float, float] = (0.0, 0.0, 0.0)
     end_cause: str = ""  # why the worker ends now, and begins no further batch; "": it goes on
-    # Raw answers after the frame: outcome, bytes
+    # Raw answers: outcome, bytes
     large: Annotated[tuple[tuple[int, int], ...], msgspec.Meta(max_length=_MOST_OUTCOMES)] = ()
+    slot: int = -1  # as in `Run`
 
 
 class RankDone(msgspec.Struct, frozen=True, array_like=True, tag=16):
@@ -228,8 +231,10 @@ def encode_frame(message: msgspec.Struct | tuple[Any, ...]) -> bytearray:
     return frame
 
 
-def encode_run(run_id: int, place: int, requests: Sequence[Any]) -> Parts:
+def encode_run(run_id: int, place: int, requests: Sequence[Any], slots: Slots | None = None) -> Parts:
     """Encode a `Run` of requests with the attributes of `InferRequest`, as a frame and raw bytes.
+
+    The raw bytes are put into a slot of `slots`, if one is free.
 
     It encodes tuples with the array layout of `Run` and `InferRequest`; creating these objects first would
     take three times as long.
@@ -237,24 +242,31 @@ def encode_run(run_id: int, place: int, requests: Sequence[Any]) -> Parts:
     Raises:
         ValueError, MemoryError: the batch is too large to be sent.
     """
-    rows, large, parts, left = [], [], [bytearray()], _INLINE_BYTES
+    rows, large, raw, left = [], [], [], _INLINE_BYTES
     for index, one in enumerate(requests):
         parameters = one.parameters
         for at, parameter in enumerate(parameters):
             size = len(parameter.value)
             if size > LARGE_BYTES or left < size > _TINY_BYTES:
                 large.append((index, at, size))
-                parts.append(parameter.value)
+                raw.append(parameter.value)
                 if parameters is one.parameters:
                     parameters = list(parameters)
                 parameters[at] = Parameter(parameter.name, b"", parameter.content_type)
             else:
                 left -= size
         rows.append((one.request_id, parameters, one.headers, one.deadline_s, one.priority))
-    if large:
-        _check_sum(large)
-    parts[0] = encode_frame((_RUN_TAG, run_id, place, rows, large))
-    return parts
+    frame = encode_frame((_RUN_TAG, run_id, place, rows, large, -1))
+    return _with_raw(frame, raw, _check_sum(large), slots)
+
+
+def _with_raw(frame: bytearray, raw: Parts, size: int, slots: Slots | None) -> Parts:
+    """Put raw bytes into a slot, if one is free, and note it in their frame; return the bytes to send."""
+    slot = slots.put(raw, size) if slots is not None and size else -1
+    if slot < 0:
+        return [frame, *raw]
+    frame[-1] = slot  # the last field of `Run` and `Done`: MessagePack has one byte for -1 to 127
+    return [frame]
 
 
 def raw_bytes(message: Run | Done) -> int:
@@ -404,18 +416,18 @@ def pong_of(samples: Sequence[MetricSample]) -> Pong:
     return Pong()
 
 
-def encode_report(run_id: int, report: BatchReport, end_cause: str = "") -> Parts:
-    """Encode a worker's report as a frame and raw bytes, even if its content can't be encoded.
+def encode_report(run_id: int, report: BatchReport, end_cause: str = "", slots: Slots | None = None) -> Parts:
+    """Encode a worker's report as `encode_run` does a run, even if its content can't be encoded.
 
     A report that can't be encoded is sent with the texts of its metrics made encodable, or else without its
     metrics, or if that fails too, with errors as outcomes.
     """
     for rest in _ever_less(report):
         try:
-            parts = _encode_done(done_from_report(run_id, rest, end_cause))
-            if len(parts[0]) > _most_done_bytes(len(rest.outcomes)):
-                raise ValueError(f"with its texts and metrics it has {len(parts[0])} bytes")
-            return parts
+            frame, raw, size = _encode_done(done_from_report(run_id, rest, end_cause))
+            if len(frame) > _most_done_bytes(len(rest.outcomes)):
+                raise ValueError(f"with its texts and metrics it has {len(frame)} bytes")
+            return _with_raw(frame, raw, size, slots)
         except (TypeError, ValueError, OverflowError) as err:
             logger.error("the report of a batch can't be sent as it is: %s", err)
     failed = [HandlerFailed(detail="the answer can't be sent; the log says why")] * len(report.outcomes)
@@ -439,9 +451,10 @@ def _utf8(text: str) -> str:
     return text.encode(errors="replace").decode()
 
 
-def _encode_done(done: Done) -> Parts:
+def _encode_done(done: Done) -> tuple[bytearray, Parts, int]:
+    """Return a report as a frame and raw bytes, and the number of these."""
     large: list[tuple[int, int]] = []
-    parts: list[bytes | bytearray | memoryview] = [b""]
+    raw: list[bytes | bytearray | memoryview] = []
     outcomes = list(done.outcomes)
     for index, outcome in enumerate(outcomes):
         if isinstance(outcome, Failure):
@@ -449,13 +462,11 @@ def _encode_done(done: Done) -> Parts:
         response = outcome.part if isinstance(outcome, Unfinished) else outcome
         if len(response.body) > LARGE_BYTES:
             large.append((index, len(response.body)))
-            parts.append(response.body)
+            raw.append(response.body)
             outcomes[index] = _with_body(outcome, b"")
     if large:
-        _check_sum(large)
         done = msgspec.structs.replace(done, outcomes=tuple(outcomes), large=tuple(large))
-    parts[0] = encode_frame(done)
-    return parts
+    return encode_frame(done), raw, _check_sum(large)
 
 
 def report_from_done(done: Done, expected: int) -> BatchReport:

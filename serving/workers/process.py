@@ -117,7 +117,7 @@ class Lane:
             report = report_without_room(message)
         else:
             report = self.host.run(message.requests, send_part, page.cancelled(place, count), is_unwanted)
-        self.send(encode_report(message.run_id, report, self.host.end_cause))
+        self.send(encode_report(message.run_id, report, self.host.end_cause, page.to_server))
 
     def take_share(self) -> None:
         """Use as many intra-op threads as the page says, unless the handler has set a number itself."""
@@ -133,7 +133,7 @@ class Lane:
 
     def next_batch(self) -> Run | None:
         """Wait for the next batch and return it; None: the server has ended the lane, or is gone."""
-        return next_run(self.batches, self._begin)
+        return next_run(self.batches, self._process.page, self._begin)
 
     def _begin(self, message: Run) -> None:
         self._process.page.mark(self.number, message.run_id, time.monotonic())

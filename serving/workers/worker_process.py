@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from operator import attrgetter
 
 import msgspec
@@ -220,7 +221,7 @@ class WorkerProcess:
         self._last_run_id = run_id = self._last_run_id + 1
         place = self._places[-1] if self._places else self._places_used
         try:
-            parts = messages.encode_run(run_id, place, run.requests)
+            parts = messages.encode_run(run_id, place, run.requests, self._launched.page.to_worker)
         except (ValueError, MemoryError) as err:
             failure = NoRoom("Out of resources", f"the batch can't be sent to its worker: {err}")
             self._loop.call_soon(run.fail, failure)  # later: the caller still uses the run
@@ -255,12 +256,17 @@ class WorkerProcess:
             if isinstance(message, messages.Done) and message.large:
                 done, run = message, self.inside.get(message.run_id)
                 size = messages.raw_answer_bytes(done, self._spec, None if run is None else run.requests)
-                lane.frames.take(size, lambda raw: self._on_message(lane, messages.done_with_raw(done, raw)))
-                return
+                if done.slot < 0:
+                    lane.frames.take(size, partial(self._on_large, lane, done))
+                    return
+                message = messages.done_with_raw(done, self._launched.page.to_server.take(done.slot, size))
         except (msgspec.MsgspecError, RecursionError, ValueError) as err:
             lane.frames.fail(f"sent a frame that is not a message: {err}")
             return
         self._on_message(lane, message)
+
+    def _on_large(self, lane: LaneSocket, done: messages.Done, raw: memoryview) -> None:
+        self._on_message(lane, messages.done_with_raw(done, raw))
 
     def _on_message(self, lane: LaneSocket, message: messages.DataFromWorker) -> None:
         run = self.inside.get(message.run_id)

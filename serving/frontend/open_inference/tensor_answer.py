@@ -49,7 +49,8 @@ def check_accepted(response: InferResponse) -> None:
 
 
 def _message(body: bytes) -> str:
-    text = bytes(body).decode("utf-8", "replace")
+    body = bytes(body)  # a worker could change a view of shared memory while it is decoded
+    text = body.decode("utf-8", "replace")
     try:
         said: Any = msgspec.json.decode(body)
     except NO_JSON:

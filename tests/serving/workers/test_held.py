@@ -142,7 +142,9 @@ def concurrent_lane(run_beside: Any, sent: list[Any]) -> ConcurrentLane:
     batches = SimpleNamespace(has_more=False, next=lambda: frame[HEADER.size :])
     host = SimpleNamespace(loop=asyncio.get_running_loop(), end_cause="", run_beside=run_beside)
     lane: Any = SimpleNamespace(batches=batches, host=host, send=sent.append, take_share=lambda: None)
-    page: Any = SimpleNamespace(mark=lambda *_: None, is_held=lambda _: False, all_cancelled=lambda *_: True)
+    page: Any = SimpleNamespace(
+        to_server=None, mark=lambda *_: None, is_held=lambda _: False, all_cancelled=lambda *_: True
+    )
     unused: Any = None
     return ConcurrentLane(lane, page, unused, unused)
 
@@ -211,7 +213,9 @@ def test_parts_that_were_held_back_and_those_of_a_handlers_thread_keep_their_ord
 
 def test_a_run_that_its_lane_does_not_begin_keeps_no_mark_for_its_large_values():
     marks: list[tuple[int, int]] = []
-    page: Any = SimpleNamespace(mark=lambda place, run_id, now_s: marks.append((place, run_id)))
+    page: Any = SimpleNamespace(
+        to_server=None, mark=lambda place, run_id, now_s: marks.append((place, run_id))
+    )
     frame = messages.encode_frame(
         messages.Run(7, 3, (InferRequest("id", (Parameter("x", b""),)),), ((0, 0, 5),))
     )

@@ -83,7 +83,9 @@ with open("/proc/self/status") as status:
     used = next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmData"))
 resource.setrlimit(resource.RLIMIT_DATA, (used + 64 * 2**20,) * 2)
 begun = []
-run = lanes.next_run(frames.FrameReader(worker), begun.append)
+descriptor = lanes.create(1)
+page = lanes.LanePage(descriptor, 1)
+run = lanes.next_run(frames.FrameReader(worker), page, begun.append)
 print(len(begun), run.run_id, len(run.large) > 5000)
 """
 
@@ -105,5 +107,6 @@ def test_values_that_are_received_and_cannot_be_handed_on_leave_the_worker(
     monkeypatch.setattr(lanes, "run_with_raw", without_room)
     frame, raw = messages.encode_run(7, 0, [InferRequest("id", (Parameter("body", bytes(10**6)),))])
     batches: Any = SimpleNamespace(next=lambda: frame[HEADER.size :], raw=lambda count: raw)
-    run = lanes.next_run(batches, lambda _: None)
+    page: Any = None  # of which a run without a slot needs nothing
+    run = lanes.next_run(batches, page, lambda _: None)
     assert run is not None and run.large

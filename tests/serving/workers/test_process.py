@@ -484,7 +484,7 @@ def test_a_request_whose_values_cost_a_worker_is_not_given_to_the_next_one(
     async def main() -> None:
         async with pool_in_service(make_spec(KILLED_WHILE_IT_RECEIVES, **kind)) as pool:
             sink = make_sink()
-            sink.submit(pool, [sized(10**6)])
+            sink.submit(pool, [sized(5 * MIB)])
             assert isinstance(await sink.outcome(), ExecutorDied)
             assert not sink.given_back.done()
 

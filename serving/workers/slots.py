@@ -1,0 +1,89 @@
+"""Slots of shared memory: they carry large values between the server and a worker beside the data socket.
+
+The kernel copies bytes that cross a socket twice, into buffers of its own and out of them. A slot takes one
+copy: one side puts the values of a run, or of its report, into it, and the other side reads them in place.
+A byte for each slot says whether it is in use. The side that puts values sets it; the side that reads them
+clears it once the last view of the slot is gone, which may be long after the run: handlers keep inputs,
+and clients read slowly. If no slot is free, values cross the socket, so nothing ever waits for a slot.
+
+The server reads nothing back that it has put into a slot: a handler may change its inputs in place.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+import weakref
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+SLOTS = (
+    8  # in each direction; the lowest free one is taken, so that others take no memory before it is needed
+)
+SLOT_BYTES = 2**22
+_FLAGS_BYTES = mmap.PAGESIZE  # of which each direction uses `SLOTS`
+BYTES = _FLAGS_BYTES + 2 * SLOTS * SLOT_BYTES  # of both directions
+
+# The slots with views in this process. A forked child keeps its parent's views: those slots stay in use for
+# good, because neither process can know when the other has dropped them.
+_viewed: dict[tuple[int, int], weakref.ref[Any]] = {}
+os.register_at_fork(before=_viewed.clear)
+
+
+class Slots:
+    """The slots of one direction. Any thread may use it.
+
+    Args:
+        memory: a mapping of shared memory.
+        start: the offset in it of `BYTES` for both directions, zeroed at first; its end: there are no slots.
+        direction: 0 or 1.
+    """
+
+    def __init__(self, memory: mmap.mmap, start: int, direction: int) -> None:
+        self._memory = memory
+        self._count = SLOTS if len(memory) > start else 0
+        self._flags_at = start + direction * SLOTS
+        self._values_at = start + _FLAGS_BYTES + direction * SLOTS * SLOT_BYTES
+        self._putting = threading.Lock()
+
+    def put(self, values: Sequence[bytes | bytearray | memoryview], size: int) -> int:
+        """Copy values of `size` bytes in all into a free slot; return its number, or -1: there is none."""
+        import numpy as np  # noqa: PLC0415 - 0.1 s, which the start of the server need not wait for
+
+        if size > SLOT_BYTES:
+            return -1
+        with self._putting:
+            at = self._memory.find(b"\0", self._flags_at, self._flags_at + self._count)
+            if at < 0:
+                return -1
+            self._memory[at] = 1
+        slot = at - self._flags_at
+        room, start = np.frombuffer(self._memory, np.uint8, size, self._values_at + slot * SLOT_BYTES), 0
+        for value in values:
+            end = start + len(value)
+            room[start:end] = np.frombuffer(value, np.uint8)  # unlike a memoryview's copy, without the GIL
+            start = end
+        return slot
+
+    def take(self, slot: int, size: int) -> memoryview:
+        """Return the first `size` bytes of a slot, which is free again once no view of them is left.
+
+        Raises:
+            ValueError: there is no such slot, or it is smaller.
+        """
+        import numpy as np  # noqa: PLC0415 - as above
+
+        if not (0 <= slot < self._count and size <= SLOT_BYTES):
+            raise ValueError(
+                f"slot {slot} with {size} bytes, expected one of {self._count} with at most {SLOT_BYTES}"
+            )
+        array = np.frombuffer(self._memory, np.uint8, size, self._values_at + slot * SLOT_BYTES)
+        _viewed[id(self), slot] = weakref.ref(array, partial(self._free, slot))
+        return array.data
+
+    def _free(self, slot: int, view: weakref.ref[Any]) -> None:
+        if _viewed.get((id(self), slot)) is view:
+            del _viewed[id(self), slot]
+            self._memory[self._flags_at + slot] = 0
