@@ -114,14 +114,15 @@ class CoreShares:
 def chosen_threads(environment: Mapping[str, str]) -> int:
     """Return the intra-op threads that an operator has chosen in the environment; 0: none, or no such number.
 
-    As in torch, MKL's variable goes before that of OpenMP, which may have a number for each level of nesting.
+    As in torch, MKL's variable goes before that of OpenMP, unless it has no such number. That of OpenMP may
+    have one for each level of nesting.
 
     >>> chosen_threads({"OMP_NUM_THREADS": "4,2"})
     4
     """
-    text = environment.get("MKL_NUM_THREADS") or environment.get("OMP_NUM_THREADS", "")
-    first = text.partition(",")[0].strip()
-    return int(first) if re.fullmatch(r"[0-9]{1,3}", first) else 0
+    texts = [environment.get(name, "") for name in ("MKL_NUM_THREADS", "OMP_NUM_THREADS")]
+    firsts = [text.partition(",")[0].strip() for text in texts]
+    return next((int(first) for first in firsts if re.fullmatch(r"0*[1-9][0-9]{0,2}", first)), 0)
 
 
 # The number of GPUs that torch will see, for a server that does not import torch.

@@ -42,6 +42,8 @@ def test_the_cores_are_divided_over_the_executors_of_all_pools_as_they_come_and_
         ("", "1", 1),
         ("", " 3, 2", 3),
         ("2", "1", 2),
+        ("many", "1", 1),
+        ("0", "1", 1),
         ("", "9", 4),
         ("", "0", 4),
         ("", "many", 4),
