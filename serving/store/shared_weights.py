@@ -55,11 +55,17 @@ class WeightsFile:
 
 
 def weights_file(archive: Archive, directory: Path, handler: str | None) -> WeightsFile | None:
-    """Return the weights that were unpacked into `directory`; None if no loader maps them."""
+    """Return the weights that were unpacked into `directory`; None if they can't be shared.
+
+    No loader maps them, or they have a second name in the folder (see `Archive.extract`), by which a handler
+    could write to the file that is shared.
+    """
     name = archive.manifest.serialized_file or ""
     mapped = name.endswith(".pt") or archive.manifest.model_file  # a state dict
     entry = next((entry for entry in archive.entries if entry.name == name), None)
     if entry is None or not mapped or "/" in name or entry.size < WORTH_MAPPING_BYTES:
+        return None
+    if (directory / name).stat().st_nlink > 1:
         return None
     python = any(entry.name.endswith((".py", ".pyc", ".so")) for entry in archive.entries)
     return WeightsFile(directory / name, entry.size, entry.crc, python or handler not in BUILT_IN_HANDLERS)

@@ -178,6 +178,27 @@ def test_a_handler_that_overwrites_its_weights_changes_its_own_only(
     assert mapped(both[writer]).stat().st_size == 10
 
 
+def test_weights_with_a_second_name_in_their_folder_are_not_shared(
+    versions: Versions, tmp_path: Path
+) -> None:
+    weights = os.urandom(_SIZE)
+    folder = tmp_path / "store" / "download"
+    versions.store.remove(versions.add(weights, OWN))
+    with zipfile.ZipFile(tmp_path / "store" / "v1.mar") as packed:
+        packed.extractall(folder)
+    (folder / "blobs").mkdir()
+    (folder / "w.pt").rename(folder / "blobs" / "b1")
+    (folder / "w.pt").symlink_to("blobs/b1")  # as huggingface_hub downloads
+    opened = versions.store.open("download")
+    stored = versions.store.unpack("download", opened)
+    versions.store.share_weights(opened, stored, OWN)
+    other = versions.add(weights, OWN)
+    in_use = mapped(other)  # by a running executor
+    with (stored.directory / "blobs" / "b1").open("r+b") as file:
+        file.truncate(10)
+    assert in_use.read_bytes() == weights
+
+
 def test_weights_that_a_handler_has_changed_are_not_given_to_others(versions: Versions) -> None:
     weights = os.urandom(_SIZE)
     one = versions.add(weights, OWN)
