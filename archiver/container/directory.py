@@ -25,18 +25,22 @@ class FolderContainer:
     `root` is the folder with the files: the directory itself, or the only directory in it. `__pycache__` is
     skipped, because Python creates it where code runs. A link to a file of the folder is an entry, as in a
     download of `huggingface_hub`, whose `snapshots` link to `blobs`; `links` has the entry that it leads to.
-    Other links are refused: they may lead anywhere.
+    Other links are refused: they may lead anywhere. A second name of a file (a hard link), as an unpacked
+    folder has it, is taken for a link to the first name.
     """
 
     def __init__(self, path: Path, limits: ArchiveLimits) -> None:
         self._path = path
         self.root = _only_folder_in(path) or path
         self.links: dict[str, str] = {}
+        names: dict[tuple[int, int], str] = {}  # by device and inode, of files with several names
         intake = Intake(path, limits)
         folders = [self.root]
         while folders:
-            folders += self._scan(folders.pop(), intake)
+            folders += self._scan(folders.pop(), intake, names)
         files = {entry.name: entry for entry in intake.finish()}
+        # A symbolic link may lead to a second name.
+        self.links = {name: self.links.get(target, target) for name, target in self.links.items()}
         for name, target in self.links.items():
             if target not in files:
                 reason = "it is a link that leads to no file of the folder"
@@ -50,25 +54,36 @@ class FolderContainer:
             if wanted(entry):
                 yield entry, self._chunks(entry)
 
-    def _scan(self, folder: Path, intake: Intake) -> list[Path]:
+    def _scan(self, folder: Path, intake: Intake, names: dict[tuple[int, int], str]) -> list[Path]:
         """Add the files of one folder to the intake and return its subfolders."""
         folders = []
-        root = os.path.realpath(self.root)
         with os.scandir(folder) as found:
             for item in found:
                 name = Path(item.path).relative_to(self.root).as_posix()
                 status = item.stat(follow_symlinks=False)
-                if stat.S_ISREG(status.st_mode):
-                    intake.add(Entry(name, status.st_size, status.st_size, "file", 0))
-                elif item.is_symlink():
+                linked = self._linked(item.path, name, status, names)
+                if linked is not None:
                     intake.check_count(len(self.links) + 1)
-                    self.links[name] = Path(os.path.relpath(os.path.realpath(item.path), root)).as_posix()
+                    self.links[name] = linked
+                elif stat.S_ISREG(status.st_mode):
+                    intake.add(Entry(name, status.st_size, status.st_size, "file", 0))
                 elif not stat.S_ISDIR(status.st_mode):
                     raise intake.refuse(name, "it is a device, FIFO or socket", "put the file itself there")
                 elif item.name != "__pycache__":
                     intake.add_directory(name)
                     folders.append(Path(item.path))
         return folders
+
+    def _linked(
+        self, path: str, name: str, status: os.stat_result, names: dict[tuple[int, int], str]
+    ) -> str | None:
+        """Return the name of the file that a link leads to; None if this is no link."""
+        if stat.S_ISLNK(status.st_mode):
+            return Path(os.path.relpath(os.path.realpath(path), os.path.realpath(self.root))).as_posix()
+        if not stat.S_ISREG(status.st_mode) or status.st_nlink < 2:
+            return None
+        first = names.setdefault((status.st_dev, status.st_ino), name)
+        return None if first == name else first
 
     def _chunks(self, entry: Entry) -> Chunks:
         size = 0

@@ -91,6 +91,18 @@ def test_a_download_of_hugging_face_is_copied_once(folder: Path, tmp_path: Path)
     assert not any(copy.is_symlink() for copy in copies)
 
 
+def test_two_names_of_one_file_stay_so(folder: Path, tmp_path: Path) -> None:
+    os.link(folder / "service.py", folder / "d" / "second.py")
+    (folder / "link.py").symlink_to("service.py")
+    (folder / "d" / "link.py").symlink_to("second.py")
+    archive = open_archive(folder, ArchiveLimits(max_total_bytes=len("x = 1\n" + "a")))
+    assert [entry.size for entry in archive.entries] == [1, 6, 6, 6, 6]
+    target = archive.extract(tmp_path / "t")
+    copies = list(target.rglob("*.py"))
+    assert [copy.read_text() for copy in copies] == ["x = 1\n"] * 4
+    assert len({copy.stat().st_ino for copy in copies}) == 1
+
+
 def test_a_link_in_place_of_a_file_has_its_digest_compared(folder: Path, tmp_path: Path) -> None:
     digests = {"service.py": f"sha256:{hashlib.sha256(b'x = 1').hexdigest()}", "d/a.txt": f"sha256:{_A}"}
     (folder / "MAR-INF").mkdir()

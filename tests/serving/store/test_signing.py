@@ -163,6 +163,20 @@ def test_a_link_to_a_file_of_the_folder_is_signed_as_that_file(folder: Path, key
     assert "Signature mismatch" in refusal(folder, TrustedKeys([keys.public]))
 
 
+def test_the_copy_of_a_folder_with_links_has_their_bytes_once(
+    folder: Path, keys: KeyPair, tmp_path: Path
+) -> None:
+    manifest = folder / "MAR-INF/MANIFEST.json"
+    manifest.write_text('{"runtime": "python", "model": {"modelName": "m", "handler": "h.py"}}')
+    (folder / "link.txt").symlink_to("words.txt")
+    keys.sign(folder)
+    (tmp_path / "work").mkdir()
+    trust = TrustedKeys([keys.public])
+    copy, _ = verified_copy(open_archive(folder), ArchiveLimits(), trust, tmp_path / "work")
+    unpacked = copy.extract(tmp_path / "unpacked")
+    assert (unpacked / "link.txt").samefile(unpacked / "words.txt")
+
+
 def test_what_python_writes_into_a_folder_is_not_part_of_it(folder: Path, keys: KeyPair) -> None:
     for name in ("__pycache__", "more"):
         (folder / name / "__pycache__").mkdir(parents=True)
