@@ -123,19 +123,14 @@ class Archive:
                 is opened `as_packed`.
         """
         folder = Path(target)
-        links = self._links_without_digest()
         with _one_error(self.path), staged(folder) as work:
             if folder.exists() or folder.is_symlink():
                 raise ArchiveError(self.path, f"{folder} exists", "unpack to a path that does not")
             try:
                 work.mkdir()
-                for entry, chunks in self.chunks(lambda entry: entry.name not in links):
-                    _write(chunks, work / entry.name)
-                for name, linked in links.items():
-                    (work / name).parent.mkdir(parents=True, exist_ok=True)
-                    os.link(work / linked, work / name)
+                self._unpack(work)
             except OSError as error:  # an error of `target`, because reading raises ArchiveError
-                total = sum(entry.size for entry in self.entries if entry.name not in links)
+                total = sum(entry.size for entry in self.entries if entry.name not in self._links)
                 reason = f"{error.strerror or error}: {total} bytes of {self.path} can't be unpacked there"
                 advice = "free space, or name a folder on a larger disk in TEMP, or TMPDIR"
                 raise ArchiveError(folder.parent, reason, advice) from error
@@ -147,12 +142,21 @@ class Archive:
             )
         return folder
 
-    def _links_without_digest(self) -> dict[str, str]:
-        """Return the links of a folder with the entries that they lead to, but for those to be verified."""
-        if not isinstance(self.container, FolderContainer):
-            return {}
-        digests = self.manifest.digests or {}
-        return {name: linked for name, linked in self.container.links.items() if name not in digests}
+    @property
+    def _links(self) -> dict[str, str]:
+        """The links of a folder, with the names of the files that they lead to."""
+        return self.container.links if isinstance(self.container, FolderContainer) else {}
+
+    def _unpack(self, work: Path) -> None:
+        links, digests = self._links, self.manifest.digests or {}
+        for entry, chunks in self.chunks(lambda entry: entry.name not in links or entry.name in digests):
+            if entry.name not in links:
+                _write(chunks, work / entry.name)
+            for _ in chunks:  # of a link, whose digest is compared
+                pass
+        for name, linked in links.items():
+            (work / name).parent.mkdir(parents=True, exist_ok=True)
+            os.link(work / linked, work / name)
 
     def verify(self) -> None:
         """Read everything once and check sizes, CRCs and digests; raise ArchiveError at the first error.

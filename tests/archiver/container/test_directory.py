@@ -110,7 +110,9 @@ def test_a_link_in_place_of_a_file_has_its_digest_compared(folder: Path, tmp_pat
     (folder / "service.py").unlink()
     (folder / "service.py").symlink_to("d/a.txt")
     archive = open_archive(folder)
-    assert (archive.extract(tmp_path / "t") / "service.py").read_text() == "a"
+    target = archive.extract(tmp_path / "t")
+    assert (target / "service.py").read_text() == "a"
+    assert (target / "service.py").samefile(target / "d" / "a.txt")  # no bytes that are not counted
     assert archive.changed == {"service.py"}
     with pytest.raises(ArchiveError, match="not the one in the manifest"):
         open_archive(folder, as_packed=True).extract(tmp_path / "u")
