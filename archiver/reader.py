@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -115,12 +114,12 @@ class Archive:
 
         The directory appears only when all files are unpacked and verified; after a failure it does not
         exist. Files get their modes from the umask, never from the archive. A link of a folder becomes a hard
-        link, so that its bytes are on the disk once. The log has a warning with the names of the files that
-        are not as they were packed.
+        link, so that its bytes are on the disk once, or a copy where the file system has no hard links. The
+        log has a warning with the names of the files that are not as they were packed.
 
         Raises:
             ArchiveError: `target` exists, the archive is damaged, or the disk is full; it was changed, and
-                is opened `as_packed`.
+                is opened `as_packed`; or it is too large with copies in place of links.
         """
         folder = Path(target)
         with _one_error(self.path), staged(folder) as work:
@@ -154,9 +153,8 @@ class Archive:
                 _write(chunks, work / entry.name)
             for _ in chunks:  # of a link, whose digest is compared
                 pass
-        for name, linked in links.items():
-            (work / name).parent.mkdir(parents=True, exist_ok=True)
-            os.link(work / linked, work / name)
+        if isinstance(self.container, FolderContainer):
+            self.container.make_links(work)
 
     def verify(self) -> None:
         """Read everything once and check sizes, CRCs and digests; raise ArchiveError at the first error.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import stat
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -31,6 +32,7 @@ class FolderContainer:
 
     def __init__(self, path: Path, limits: ArchiveLimits) -> None:
         self._path = path
+        self._limits = limits
         self.root = _only_folder_in(path) or path
         self.links: dict[str, str] = {}
         names: dict[tuple[int, int], str] = {}  # by device and inode, of files with several names
@@ -53,6 +55,31 @@ class FolderContainer:
         for entry in self.entries:
             if wanted(entry):
                 yield entry, self._chunks(entry)
+
+    def make_links(self, target: Path) -> None:
+        """Make the links in `target`, which has the other files: hard links, or copies if that fails.
+
+        Raises:
+            ArchiveError: the copies are larger than the limit allows.
+            OSError: a copy can't be written.
+        """
+        make: Callable[[Path, Path], object] = os.link
+        for name, linked in self.links.items():
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            try:
+                make(target / linked, target / name)
+            except OSError:  # the file system has no hard links, or too few for one file
+                if make is shutil.copyfile:
+                    raise
+                self._check_copied()
+                make = shutil.copyfile
+                make(target / linked, target / name)
+
+    def _check_copied(self) -> None:
+        """Refuse the folder if it is over the limits when the bytes of links count, too."""
+        intake = Intake(self._path, self._limits)
+        for entry in self.entries:
+            intake.add(entry)
 
     def _scan(self, folder: Path, intake: Intake, names: dict[tuple[int, int], str]) -> list[Path]:
         """Add the files of one folder to the intake and return its subfolders."""

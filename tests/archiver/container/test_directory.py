@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
@@ -89,6 +91,24 @@ def test_a_download_of_hugging_face_is_copied_once(folder: Path, tmp_path: Path)
     assert [copy.read_text() for copy in copies] == ["weights"] * 3
     assert len({copy.stat().st_ino for copy in copies}) == 1
     assert not any(copy.is_symlink() for copy in copies)
+
+
+def test_links_are_copied_where_the_file_system_has_none_and_count_then(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unsupported(source: Path, target: Path) -> NoReturn:
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", unsupported)
+    for number in range(2):
+        (folder / f"link{number}").symlink_to("service.py")
+    size = len("x = 1\n" * 3 + "a")
+    target = open_archive(folder, ArchiveLimits(max_total_bytes=size)).extract(tmp_path / "t")
+    assert [(target / f"link{number}").read_text() for number in range(2)] == ["x = 1\n"] * 2
+    archive = open_archive(folder, ArchiveLimits(max_total_bytes=size - 1))
+    with pytest.raises(ArchiveError, match=r"larger than 18 bytes .*max_archive_bytes raises"):
+        archive.extract(tmp_path / "u")
+    assert not (tmp_path / "u").exists()
 
 
 def test_two_names_of_one_file_stay_so(folder: Path, tmp_path: Path) -> None:
