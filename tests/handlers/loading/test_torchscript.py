@@ -292,3 +292,10 @@ def test_torch_tensorrt_is_imported_for_a_file_with_its_engines(
     monkeypatch.setitem(sys.modules, "torch_tensorrt", None)
     with pytest.raises(RuntimeError, match=r"engine\.pt .*needs torch_tensorrt, which can't be imported"):
         load_torchscript(path, "cpu")
+
+    (tmp_path / "torch_tensorrt.py").write_text("")  # without the class, which only C++ can register
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "torch_tensorrt")
+    with pytest.raises(RuntimeError, match="Unknown type name"):
+        load_torchscript(path, "cpu")
+    assert sys.modules["torch_tensorrt"].__file__ == str(tmp_path / "torch_tensorrt.py")
