@@ -96,11 +96,7 @@ def load_script(
     if check:
         _check(source)
     with using(engine):
-        try:
-            loaded = _loaded(source, device, map_file)
-        except RuntimeError as error:
-            _import_operators(error)
-            loaded = _loaded(source, device, map_file)
+        loaded = _loaded_with_operators(source, device, map_file)
         check_states(loaded)
         return loaded
 
@@ -124,14 +120,25 @@ _PACKAGES = {
 }
 
 
-def _import_operators(error: RuntimeError) -> None:
-    """Import the package with the operators that a file needs; raise the error if it needs none.
+def _loaded_with_operators(
+    source: str | io.BytesIO, device: torch.device | str, map_file: str | None
+) -> torch.jit.ScriptModule:
+    """Load the file, and import the packages with the operators that it needs, each once.
 
     TorchServe's handlers import these packages for every model, which takes a second.
     """
-    package = next((name for text, name in _PACKAGES.items() if text in str(error)), None)
-    if package is None:
-        raise error
+    left = dict(_PACKAGES)
+    while True:
+        try:
+            return _loaded(source, device, map_file)
+        except RuntimeError as error:
+            text = next((text for text in left if text in str(error)), None)
+            if text is None:
+                raise
+            _import_operators(left.pop(text), error)
+
+
+def _import_operators(package: str, error: RuntimeError) -> None:
     try:
         importlib.import_module(package)
     except Exception as err:  # its operators may be for another build of torch, which raises many kinds

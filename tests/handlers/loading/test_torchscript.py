@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import io
 import sys
 import threading
 import zipfile
@@ -278,17 +279,23 @@ def test_torchvision_is_imported_for_a_file_that_needs_its_operators(
     assert load_torchscript(path, "cpu")(torch.tensor([1.0, 3.0, 2.0])).item() == 1
 
 
+def save_with_engine(module: torch.nn.Module, path: str) -> None:
+    """Save a module as TorchScript, with an attribute of TensorRT's class in its `ReLU`."""
+    buffer = io.BytesIO()
+    torch.jit.save(torch.jit.script(module), buffer)
+    with zipfile.ZipFile(buffer) as source, zipfile.ZipFile(path, "w") as target:
+        for name in source.namelist():
+            code = source.read(name)
+            if b"class ReLU(" in code:
+                code = code.replace(b"training : bool", b"engine : __torch__.torch.classes.tensorrt.Engine")
+            target.writestr(name, code)
+
+
 def test_torch_tensorrt_is_imported_for_a_file_with_its_engines(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain, path = tmp_path / "plain.pt", str(tmp_path / "engine.pt")
-    torch.jit.script(torch.nn.ReLU()).save(str(plain))
-    with zipfile.ZipFile(plain) as source, zipfile.ZipFile(path, "w") as target:
-        for name in source.namelist():
-            code = source.read(name).replace(
-                b"training : bool", b"engine : __torch__.torch.classes.tensorrt.Engine"
-            )
-            target.writestr(name, code)
+    path = str(tmp_path / "engine.pt")
+    save_with_engine(torch.nn.ReLU(), path)
     monkeypatch.setitem(sys.modules, "torch_tensorrt", None)
     with pytest.raises(RuntimeError, match=r"engine\.pt .*needs torch_tensorrt, which can't be imported"):
         load_torchscript(path, "cpu")
@@ -299,3 +306,27 @@ def test_torch_tensorrt_is_imported_for_a_file_with_its_engines(
     with pytest.raises(RuntimeError, match="Unknown type name"):
         load_torchscript(path, "cpu")
     assert sys.modules["torch_tensorrt"].__file__ == str(tmp_path / "torch_tensorrt.py")
+
+
+class Worst(torch.nn.Module):
+    """Calls an operator of its own: torch crashes where one is registered in a second test."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = torch.ops.torchvision.worst(x)
+        return found
+
+
+def test_both_packages_are_imported_for_a_file_that_needs_both(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = str(tmp_path / "both.pt")
+    with torch.library._scoped_library("torchvision", "FRAGMENT") as library:
+        library.define("worst(Tensor scores) -> Tensor")
+        save_with_engine(torch.nn.Sequential(Worst(), torch.nn.ReLU()), path)
+    (tmp_path / "torchvision.py").write_text(TORCHVISION.replace("best", "worst"))
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "torchvision", raising=False)
+    monkeypatch.setitem(sys.modules, "torch_tensorrt", None)
+    with pytest.raises(RuntimeError, match="needs torch_tensorrt, which can't be imported"):
+        load_torchscript(path, "cpu")
+    assert sys.modules["torchvision"].__file__ == str(tmp_path / "torchvision.py")
