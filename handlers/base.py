@@ -8,7 +8,7 @@ import re
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -38,7 +38,7 @@ from torchere.handlers.loading.eager import in_eval_mode, load_eager
 from torchere.handlers.loading.torchscript import changes_itself, load_torchscript
 from torchere.handlers.loading.weights import SharedModels, WeightsKind, wants_aot_compile, weights_kind
 from torchere.handlers.metrics import add_handler_time, timed
-from torchere.handlers.rows import refusal, value_of
+from torchere.handlers.rows import config_of, refusal, value_of
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -109,8 +109,7 @@ class BaseHandler:
         Packing calls it without `initialize`, to prepare samples as requests (`model_inputs.py`).
         """
         self.context = context
-        config = getattr(context, "model_yaml_config", None)  # contexts of users' tests have none, or a Mock
-        self.model_yaml_config = config if isinstance(config, Mapping) else {}
+        self.model_yaml_config = config_of(context)
         gpu_id = context.system_properties.get("gpu_id")
         self._torchere_use_device(choose_device(gpu_id, self.model_yaml_config))
         self.manifest = context.manifest

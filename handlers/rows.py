@@ -144,6 +144,12 @@ def came_as_tensors(context: Context, row: int) -> bool:
     return index is not None and context.get_request_header(index, OPEN_INFERENCE) is not None
 
 
+def config_of(context: Context) -> Mapping[str, Any]:
+    """Return model-config.yaml of a context; empty for one of a user's test, which has none, or a Mock."""
+    config = getattr(context, "model_yaml_config", None)
+    return config if isinstance(config, Mapping) else {}
+
+
 def block_of(config: Mapping[str, Any], name: str) -> Any:
     """Return the value of `handler.<name>` in model-config.yaml; None if it has no such block."""
     handler = config.get("handler")
@@ -173,7 +179,7 @@ def known_block_of(config: Mapping[str, Any], name: str, known: Collection[str])
     return block
 
 
-def settings_of(config: dict[str, Any], name: str, defaults: dict[str, Any]) -> dict[str, Any]:
+def settings_of(config: Mapping[str, Any], name: str, defaults: dict[str, Any]) -> dict[str, Any]:
     """Return the block `handler.<name>` of model-config.yaml, merged over its defaults.
 
     Raises:

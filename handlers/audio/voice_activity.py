@@ -21,6 +21,7 @@ from torchere.handlers.loading.torchscript import load_torchscript
 from torchere.handlers.metrics import timed
 from torchere.handlers.rows import (
     came_as_tensors,
+    config_of,
     fields_of,
     first_row,
     read_each,
@@ -161,7 +162,7 @@ class VoiceActivity(BaseHandler):
         Raises:
             ValueError: a value under `handler.voice_activity` is wrong.
         """
-        settings = settings_of(context.model_yaml_config, "voice_activity", _DEFAULTS)
+        settings = settings_of(config_of(context), "voice_activity", _DEFAULTS)
         self.max_seconds = settings.pop("max_seconds")
         try:
             self.rules = SegmentRules(**settings)

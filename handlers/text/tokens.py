@@ -23,7 +23,15 @@ from torchere.handlers.context import Context
 from torchere.handlers.errors import PredictionException, bad_request
 from torchere.handlers.loading.devices import without_gradients
 from torchere.handlers.metrics import timed
-from torchere.handlers.rows import came_as_tensors, fields_of, read_each, refusal, settings_of, wrong_setting
+from torchere.handlers.rows import (
+    came_as_tensors,
+    config_of,
+    fields_of,
+    read_each,
+    refusal,
+    settings_of,
+    wrong_setting,
+)
 from torchere.handlers.tensors import DATATYPES, torch_dtype
 
 TOKENIZER_NAME = "tokenizer.json"
@@ -165,7 +173,7 @@ class TransformerHandler(BaseHandler):
                 that a text encoder does not have; or the weights can't be loaded.
             ValueError: a value of the section is wrong.
         """
-        self.settings = self.checked(settings_of(context.model_yaml_config, self.section, self.defaults))
+        self.settings = self.checked(settings_of(config_of(context), self.section, self.defaults))
         model_dir = context.system_properties["model_dir"]
         specs = _specs(model_dir, self.section)
         if specs:

@@ -9,13 +9,14 @@ import random
 import wave
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from torchere.handlers.audio.voice_activity import Segment, Segmenter, SegmentRules
+from torchere.handlers.audio.voice_activity import Segment, Segmenter, SegmentRules, VoiceActivity
 from torchere.handlers.context import RequestProcessor
 from torchere.handlers.envelopes import JSONEnvelope
 from torchere.handlers.micro_batching import MicroBatching
@@ -190,6 +191,15 @@ def test_the_rules_come_from_the_configuration(make: Any) -> None:
 def test_a_wrong_configuration_does_not_load(make: Any, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make(**settings)
+
+
+def test_a_context_of_a_users_test_without_a_model_config_has_the_defaults(make: Any, tmp_path: Path) -> None:
+    make()
+    handler = VoiceActivity()
+    manifest = {"model": {"serializedFile": "vad.pt"}}
+    context: Any = SimpleNamespace(system_properties={"model_dir": str(tmp_path)}, manifest=manifest)
+    handler.initialize(context)
+    assert handler.rules == SegmentRules()
 
 
 def test_another_model_than_silero_is_said_when_it_is_loaded(make: Any, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import base64
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from torchere.handlers.context import RequestProcessor
 from torchere.handlers.envelopes import BodyEnvelope, JSONEnvelope, KServeEnvelope, KServev2Envelope
 from torchere.handlers.errors import PredictionException
 from torchere.handlers.tensors.answer import OPEN_INFERENCE
+from torchere.handlers.text.tasks import TextEmbedding
 
 tokenizers = pytest.importorskip("tokenizers", reason="install torchere[tokenizers]")
 
@@ -81,6 +83,15 @@ def make(tmp_path: Path, make_context: Any, answering: Any) -> Callable[..., Any
 def unit(*values: float) -> Any:
     length = sum(value * value for value in values) ** 0.5
     return pytest.approx([value / length for value in values])
+
+
+def test_a_context_of_a_users_test_without_a_model_config_has_the_defaults(make: Any, tmp_path: Path) -> None:
+    make()
+    handler = TextEmbedding()
+    manifest = {"model": {"serializedFile": "model.pt"}}
+    context: Any = SimpleNamespace(system_properties={"model_dir": str(tmp_path)}, manifest=manifest)
+    handler.initialize(context)
+    assert handler.settings == TextEmbedding.defaults
 
 
 @pytest.mark.parametrize(
