@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.util
 import json
 import logging
@@ -50,6 +51,13 @@ ONNX_AVAILABLE = importlib.util.find_spec("onnxruntime") is not None
 F = TypeVar("F", bound=Callable[..., Any])
 
 logger = logging.getLogger(__name__)
+
+
+def __getattr__(name: str) -> Any:
+    """Return `PT2Backend`, which was defined here; its module imports torch, which scripts don't need."""
+    if name != "PT2Backend":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return importlib.import_module("torchere.handlers.loading.compile").PT2Backend
 
 
 class Metric:

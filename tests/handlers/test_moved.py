@@ -45,6 +45,14 @@ def test_classes_of_old_paths_are_those_of_today_and_can_be_pickled() -> None:
     assert pickle.loads(pickle.dumps(old.ImageClassifier)) is ImageClassifier
 
 
+def test_the_names_of_a_backend_have_their_old_path() -> None:
+    old = importlib.import_module("torchere.handlers.ts_compat.utilities")
+    from torchere.handlers.loading.compile import PT2Backend
+
+    assert old.PT2Backend is PT2Backend
+    assert not hasattr(old, "never_was")
+
+
 def test_a_path_that_never_was_is_not_found() -> None:
     with pytest.raises(ModuleNotFoundError, match="never_was"):
         importlib.import_module("torchere.handlers.never_was")
