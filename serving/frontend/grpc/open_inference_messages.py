@@ -38,7 +38,7 @@ from torchere.serving.frontend.open_inference.tensor_answer import (
     check_accepted,
     frame_head,
     no_tensors,
-    read_framed,
+    read_behind,
 )
 from torchere.serving.frontend.open_inference.tensor_request import (
     InputTensor,
@@ -371,18 +371,21 @@ class RawAnswers:
         head, start = frame_head(body)
         known = self._known.get(head)
         if known is None or sum(known.sizes) != len(body) - start:
-            return self._encode_anew(head, body, len(body) - start, call_id)
+            return self._encode_anew(head, start, body, call_id)
         parts: list[Raw] = [known.fields]
         if call_id:
             encoded = call_id.encode()
             parts += (_field_head(_ID_TAG, len(encoded)), encoded)
         return _with_tensors(parts, tensors_behind(body, start, known.sizes))
 
-    def _encode_anew(self, head: bytes, body: Raw, size: int, call_id: str) -> Encoded:
-        """Encode a framed body, and keep its head if the `size` bytes after it are the tensors."""
-        answer = read_framed(body)
+    def _encode_anew(self, head: bytes, start: int, body: Raw, call_id: str) -> Encoded:
+        """Encode a framed body, and keep its head if the bytes from `start` on are the tensors.
+
+        The head is not read again: a worker could have changed it, and other models may have the kept one.
+        """
+        answer = read_behind(head, start, body)
         sizes = [len(output.raw) for output in answer.outputs]
-        if not answer.id and sum(sizes) == size and len(head) <= KNOWN_HEAD_BYTES:
+        if not answer.id and sum(sizes) == len(body) - start and len(head) <= KNOWN_HEAD_BYTES:
             fields = infer_response(answer, raw=True).fields.SerializeToString()
             self._known.keep(head, _KnownAnswer(fields, sizes))
         return encode_response(infer_response(answer, raw=True, call_id=call_id))

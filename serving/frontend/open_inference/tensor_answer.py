@@ -103,7 +103,15 @@ def read_framed(body: bytes | memoryview) -> TensorAnswer:
     Raises:
         HandlerFailed: the body is not framed, because the handler sent bytes of its own.
     """
-    text, end = frame_head(body)
+    return read_behind(*frame_head(body), body)
+
+
+def read_behind(text: bytes, end: int, body: bytes | memoryview) -> TensorAnswer:
+    """Do as `read_framed` with the JSON and the offset that `frame_head` has returned.
+
+    Raises:
+        HandlerFailed: as `read_framed`.
+    """
     try:
         head = _decoder.decode(text)
     except NO_JSON as err:

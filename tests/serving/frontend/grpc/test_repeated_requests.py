@@ -1,6 +1,7 @@
 """Requests and answers whose heads came before: each is what it would be the first time."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -217,6 +218,22 @@ def test_a_body_that_is_not_whole_is_an_error_each_time(broken):
     for _ in range(2):
         with pytest.raises(ServingError, match="none of the Open Inference Protocol"):
             answers.encode(InferResponse(broken), "")
+
+
+class Changing(bytearray):
+    """A body that its worker changes after each look at its head: the name `y0` becomes `z0`."""
+
+    def __getitem__(self, key):
+        found = super().__getitem__(key)
+        self[:] = self.replace(b'"y0"', b'"z0"')
+        return found
+
+
+def test_a_worker_that_changes_a_head_while_it_is_read_changes_no_other_answer():
+    answers = RawAnswers()
+    body: Any = Changing(framed(b"abc").body)
+    answers.encode(InferResponse(body), "")
+    assert whole(answers.encode(framed(b"abc"), "")).outputs[0].name == "y0"
 
 
 def test_bytes_behind_the_last_tensor_are_left_out():
