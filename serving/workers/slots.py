@@ -27,9 +27,10 @@ _FLAGS_BYTES = mmap.PAGESIZE  # of which each direction uses `SLOTS`
 BYTES = _FLAGS_BYTES + 2 * SLOTS * SLOT_BYTES  # of both directions
 
 # The slots with views in this process. A forked child keeps its parent's views: those slots stay in use for
-# good, because neither process can know when the other has dropped them.
+# good, because neither process can know when the other has dropped them. The child clears those, too, that
+# another thread has taken since: hooks of other modules run, and may wait, between this one and the fork.
 _viewed: dict[tuple[int, int], weakref.ref[Any]] = {}
-os.register_at_fork(before=_viewed.clear)
+os.register_at_fork(before=_viewed.clear, after_in_child=_viewed.clear)
 
 
 class Slots:

@@ -101,6 +101,31 @@ def test_a_slot_with_views_at_a_fork_is_not_used_again() -> None:
     assert ended.stdout.splitlines() == ["1 1 b'x'", "1 0"]
 
 
+TAKES_AT_A_FORK = """
+import mmap, os
+views = []
+os.register_at_fork(before=lambda: views.append(slots.take(0, 1)))  # earlier hooks run later
+from torchere.serving.workers.slots import BYTES, Slots
+shared = mmap.mmap(-1, BYTES)
+slots = Slots(shared, 0, 0)
+slots.put([b"x"], 1)
+if (child := os.fork()) == 0:
+    views.clear()
+    os._exit(0)
+os.waitpid(child, 0)
+print(shared[0], bytes(views[0]))
+views.clear()
+print(shared[0])
+"""
+
+
+def test_a_slot_that_is_taken_while_another_thread_forks_is_free_after_the_parents_last_view() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", TAKES_AT_A_FORK], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert ended.stdout.splitlines() == ["1 b'x'", "0"]
+
+
 LIMITED = """
 import os, resource
 from torchere.serving.workers import lanes
