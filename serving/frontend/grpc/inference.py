@@ -88,7 +88,7 @@ class InferenceService:
                 yield chunk
         else:
             check_refusal(answer)
-            yield answer.body
+            yield bytes(answer.body)  # a large one is a view, which protobuf does not take
 
 
 class _Predictions(GrpcPrediction):

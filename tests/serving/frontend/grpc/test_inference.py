@@ -185,6 +185,14 @@ def test_a_stream_of_a_plain_handler_is_one_message(serving):
     assert [message.prediction for message in found] == [b"x"]
 
 
+@pytest.mark.parametrize("method", ["StreamPredictions", "StreamPredictions2"])
+def test_a_large_answer_to_a_streamed_call_is_one_message(serving, planes, method):
+    planes.data.behave = answering(200, memoryview(b"x" * 40_000))  # a worker's are views from 32 KiB on
+    asked = request(sequence_id="s")
+    found = messages(serving, method, iter([asked]) if method[-1] == "2" else asked)
+    assert [message.prediction for message in found] == [b"x" * 40_000]
+
+
 def test_a_streamed_answer_to_a_plain_call_is_joined(ask_grpc, planes):
     planes.data.behave = streaming(b"a", b"b", b"end")
     assert ask_grpc("inference", "Predictions", request()).prediction == b"abend"
