@@ -20,12 +20,12 @@ from torchere.serving.errors import TooManyRequests
 from torchere.serving.types import ClientNumbers
 
 MAX_ACCOUNTS = 10_000  # 300 bytes each
-EVICTION_TRIES = 8  # for each new account: several, so that the table gets smaller again
+EVICTION_TRIES = 8  # accounts tried for each new account: several, so that the table gets smaller again
 # An IPv6 client has a network of 2**64 addresses (RFC 6177), each of which would count as another client.
 IPV6_PREFIX = 64
 ROUNDING_S = 1e-9
-RETRY_S = 1.0  # after a refusal for concurrency, as for a full queue
-MAX_WEIGHT = 100  # a longer turn of one client would delay the others for too long
+RETRY_S = 1.0  # Retry-After of a refusal for concurrency; a refusal for a full queue has the same
+MAX_WEIGHT = 100  # with more, a turn of one client would delay the other clients for too long
 
 # Names of the limits: label values, like those of `frontend/budgets.py`.
 RATE, CONCURRENCY, QUEUE_SHARE = "client_rate", "client_concurrency", "client_queue_share"
@@ -41,7 +41,7 @@ class Quota(NamedTuple):
     """The limits of one client; 0: no limit."""
 
     rate: float = 0.0  # requests a second
-    burst: int = 0  # requests at once after a pause; 0: those of one second
+    burst: int = 0  # requests accepted at once after a pause; 0: as many as `rate` allows in a second
     concurrency: int = 0  # unanswered predictions
     weight: int = 1  # predictions in each of the client's turns while other clients wait
 
@@ -74,15 +74,15 @@ class Account:
         self.connections = 0  # connections that keep the account
         self.tally = tally
         self._refused = refused
-        self.paid_until_s = 0.0  # the time until which it has used its rate, monotonic
+        self.paid_until_s = 0.0  # monotonic time up to which the client's requests have used up its rate
         self.allow(quota)
 
     def allow(self, quota: Quota) -> None:
-        """Set the limits of the client."""
+        """Apply the limits in `quota` to the client."""
         self.weight = quota.weight
         self.concurrency = quota.concurrency or MAX_CLIENT_LIMIT
         self.interval_s = 1 / quota.rate if quota.rate else 0.0  # between two requests; 0: no limit
-        # Time in which the client earns a burst.
+        # The client's rate allows a whole burst in this time.
         self.burst_s = (quota.burst or max(1.0, quota.rate)) * self.interval_s + ROUNDING_S
 
     def charge(self, now_s: float) -> None:
@@ -126,7 +126,7 @@ class Account:
         raise TooManyRequests(_TEXTS[limit], retry_after_s)
 
 
-OwnLimits = Mapping[str, Mapping[str, float]]  # by identity, and then by the names of `Quota`
+OwnLimits = Mapping[str, Mapping[str, float]]  # limits by identity, then by the fields of `Quota`
 
 
 class ClientLimits:
@@ -184,7 +184,7 @@ class ClientLimits:
         self._accounts.move_to_end(account.name)
 
     def tallies(self) -> Mapping[str, ClientNumbers]:
-        """Return the counters by identity; those of all clients without one are under ""."""
+        """Return the counters by identity; "" has the counters of all clients without an identity."""
         running = dict.fromkeys(self._tallies.values(), 0)
         for account in self._accounts.values():
             if account.running:
@@ -195,7 +195,7 @@ class ClientLimits:
         }
 
     def account(self, client: str) -> Account:
-        """Return the account of a client; a new one if it has none."""
+        """Return the account of a client; make it if the client has none."""
         name = network_of(client) if ":" in client else client
         accounts = self._accounts
         account = accounts.get(name)
@@ -237,7 +237,7 @@ class ClientLimits:
 
 @lru_cache(maxsize=4096)
 def network_of(address: str) -> str:
-    """Return the network of an IPv6 address that counts as one client; any other name as it is."""
+    """Return the network of an IPv6 address, which counts as one client; return any other name unchanged."""
     try:
         found = ipaddress.IPv6Address(address.partition("%")[0])
     except ValueError:

@@ -83,7 +83,7 @@ class FixedKeys(Reloaded[Clients]):
 
     Only the owner and group of the file may read it; `read_clients` describes its format. `clock` returns
     seconds since the epoch, wall time, because the file may contain expiry times. Without `takes_tokens` only
-    certificates are accepted, and no keys.
+    certificates are accepted, but no keys.
 
     Raises:
         KeyFileUnusable: the file is unusable.
@@ -136,7 +136,7 @@ def read_clients(path: Path) -> Clients:
     Its members `inference`, `management` and `metrics` hold keys of that role: a key, TorchServe's object
     with `key` and optionally `expiration time` (ISO 8601), to which `identity` may be added, or a list.
     `identities` is a list of objects with `identity`, `roles`, a `key`, a `subject` of certificates or both,
-    and optionally `expiration time`. An entry with an identity may have its limits, too. `API`, which
+    and optionally `expiration time`. An entry with an identity may also set its limits. `API`, which
     TorchServe's key file contains as well, is allowed but ignored. No error message contains a key.
 
     Raises:
@@ -247,7 +247,7 @@ def _add_key(clients: Clients, role: Role, entry: Mapping[str, object], identity
         if known is None or (
             known.expires_at_s is not None and is_before(known.expires_at_s, key.expires_at_s)
         ):
-            clients.keys[role][digest] = key  # of two entries with one key, the later expiry counts
+            clients.keys[role][digest] = key  # if two entries have one key, the later expiry counts
 
 
 def _secrets(entry: Mapping[str, object], place: str) -> Iterator[str]:

@@ -49,7 +49,7 @@ class Batcher(Admission):
         if request.deadline_s != NO_DEADLINE:
             self._refuse_if_hopeless(request)
         if queue.client is request.account and not (queue.behind or queue.is_ranked or request.priority):
-            queue.front.append(request)  # as `add`, without a call for each request
+            queue.front.append(request)  # does the same as `add`, without a call for each request
         else:
             queue.add(request)
         if is_full:
@@ -57,7 +57,7 @@ class Batcher(Admission):
 
     def _refuse_if_hopeless(self, request: Request) -> None:
         if not (self._runs or self._queue):
-            return  # running it delays no other request, and updates the estimate
+            return  # the queue is empty: this request delays no other, and its run updates the estimate
         in_front = len(self._runs) + self._queue.before(request) // self._settings.max_batch_size
         answer_s = self._service_time.answer_s(in_front, self._pool.in_service * self._settings.at_once)
         if request.enqueued_s + answer_s > request.deadline_s:
@@ -124,7 +124,7 @@ class Batcher(Admission):
         full = self._settings.max_batch_size
         if run < full or self._has_priorities or not self._pool.ahead:
             return 0
-        # A long batch that is sent ahead delays a request with a deadline unnecessarily.
+        # A request with a deadline would wait for a long batch, while another worker may become free.
         queue = self._queue.front  # `_view` has filled it
         timed = full > 1 and any(one.deadline_s != NO_DEADLINE for one in islice(queue, run))
         return 0 if timed else self._pool.ahead

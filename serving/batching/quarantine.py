@@ -40,7 +40,7 @@ from torchere.serving.workers.executor import NOT_RUN, BatchReport, Outcome
 
 MAX_KNOWN = 1024  # suspects and convicts of a version; the least recently seen are forgotten first
 SUSPECT_FOR_S = 600.0  # a suspect is forgotten after this
-SUFFIX = ".quarantined.json"  # of saved requests
+SUFFIX = ".quarantined.json"  # ends the file names of saved requests
 _SECRET = re.compile(r"auth|cookie|token|secret|key|credential|session", re.IGNORECASE)
 
 logger = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ class Verdict(Enum):
 @dataclass(slots=True)
 class _Record:
     since_s: float  # the first crash, or the first kill for memory; monotonic
-    causes: tuple[str, ...]  # of crashes; a kill for memory is not one
+    causes: tuple[str, ...]  # why executors crashed; a kill for lack of memory is not a crash
     size: int
     convicted_s: float | None = None  # monotonic; None: suspect
 
@@ -81,7 +81,7 @@ class ConvictedRequest:
 
     digest: str
     causes: tuple[str, ...]
-    size: int  # of its parameters, in bytes
+    size: int  # bytes of the request's parameters
     convicted_for_s: float
     expires_in_s: float | None
 
@@ -107,7 +107,7 @@ class Quarantine:
         self._on_conviction = on_conviction
         self._now = now
         self._records: OrderedDict[str, _Record] = OrderedDict()  # by digest, the most recently seen last
-        self._sizes: Counter[int] = Counter()  # of the records; other sizes need no hashing
+        self._sizes: Counter[int] = Counter()  # sizes in the records; other sizes need no hashing
         self.active = False
 
     @property
@@ -166,7 +166,7 @@ class Quarantine:
         return len(lifted)
 
     def concerns(self, report: BatchReport) -> bool:
-        """Return whether `judge` must see a report: cheap, and False as long as no executor crashes."""
+        """Return whether `judge` must see a report; it need not as long as no executor crashes. Cheap."""
         return self.active or (bool(report.outcomes) and isinstance(report.outcomes[0], ExecutorDied))
 
     def judge(
@@ -341,7 +341,7 @@ def _prune(settings: QuarantineSettings, newest: Path) -> None:
     for place, file in enumerate(latest_first):
         try:
             room -= file.stat().st_size
-        except FileNotFoundError:  # another server has deleted it
+        except FileNotFoundError:  # another server has deleted the file
             continue
         if place >= settings.max_files or room < 0:
             file.unlink(missing_ok=True)

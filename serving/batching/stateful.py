@@ -1,11 +1,11 @@
 """The batcher for handlers that keep state between calls: sequences and continuous batching.
 
-Contract: with `sequenceBatching`, requests of one sequence run in order on one executor; with
-`continuousBatching`, a request whose stopping criterion says "more" is in the next batch of the same executor
-again, with its id and without parameters, and new requests join it there. With both, the next request of a
-sequence joins the sequence's unfinished request, for example to stop it; so a batch may have twice its size.
-If the worker has no memory for a batch, the handler has not begun it: the unfinished requests go on without
-the new ones, which enter one by one, so that only the request that needs too much memory gets the error.
+With `sequenceBatching`, requests of one sequence run in order on one executor. With `continuousBatching`, a
+request whose stopping criterion says "more" is also in the next batch of the same executor, with its id and
+without parameters, and new requests join it there. With both, the next request of a sequence joins the
+sequence's unfinished request, for example to stop it; so a batch may be twice as large. If the worker has no
+memory for a batch, the handler has not begun it: the unfinished requests go on without the new ones, which
+enter one by one, so that only the request that needs too much memory gets the error.
 
 A sequence begins with its first request, stays on one executor, has at most one new request in a batch, and
 ends after an idle or total time-out, or when its handler ends it; `SequenceTable` keeps them.
@@ -59,11 +59,11 @@ class SequenceTable:
     def __init__(self, settings: SequenceSettings, refusal: str) -> None:
         self._settings = settings
         self._refusal = refusal
-        self._sequences: OrderedDict[str, Sequence] = OrderedDict()  # in order of their last activity
-        self._by_age: OrderedDict[str, Sequence] = OrderedDict()  # the same, in order of their beginning
-        self._lined_up: OrderedDict[str, Sequence] = OrderedDict()  # those with waiting requests
+        self._sequences: OrderedDict[str, Sequence] = OrderedDict()  # by their last activity, oldest first
+        self._by_age: OrderedDict[str, Sequence] = OrderedDict()  # the same sequences, by their beginning
+        self._lined_up: OrderedDict[str, Sequence] = OrderedDict()  # sequences with waiting requests
         self._bound_to: set[int] = set()  # executors that sequences may be bound to
-        # Executors of expired sequences, the latest last: a handler may hold the state of one that resumes.
+        # Executors of expired sequences, the latest last: a sequence that resumes may have its state there.
         self._former: dict[str, int] = {}
 
     def __len__(self) -> int:

@@ -49,7 +49,7 @@ class UnreadOfAll:
 
     def __init__(self) -> None:
         self.unread_bytes = 0
-        self._moved_s: dict[UnreadParts, float] = {}  # start of each wait for a client, longest first
+        self._moved_s: dict[UnreadParts, float] = {}  # since when each stream waits, longest wait first
 
     def added(self, stream: UnreadParts, size: int) -> None:
         """Count the bytes of a new part of a stream."""
@@ -194,7 +194,7 @@ class UnreadParts:
     def _look(self) -> None:
         self._looks_left -= 1
         if self._held_limit < self._limit and not self._must_wait():
-            self._release()  # it was paused because of other streams
+            self._release()  # this stream was paused because of others
         elif self._looks_left:
             self._look_later()
         else:

@@ -104,7 +104,7 @@ def _model_in(folder: Path) -> Path:
     if (inner := _inner(entries)) is not None:
         return _model_in(inner)
     if (folder / "config.json").is_file():
-        return folder  # of Hugging Face: weights beside their configuration
+        return folder  # a Hugging Face folder: weights beside their configuration
     for suffix in _MODELS:
         models = [entry for entry in entries if entry.suffix == suffix and entry.stem != "example"]
         if len(models) > 1:
@@ -125,7 +125,7 @@ def _inner(entries: list[Path]) -> Path | None:
     folders = [
         each
         for each in entries
-        # Triton has a configuration and the names of classes beside `1/`.
+        # In Triton's layout a configuration and a file of class names lie beside the folder `1/`.
         if each.name != "config.pbtxt" and (each.suffix != ".txt" or each.name in _READ)
     ]
     if not folders or not all(each.is_dir() for each in folders):

@@ -117,7 +117,7 @@ class Connection:
 
 def _channel(address: str) -> grpc.Channel:
     options = [(f"grpc.max_{way}_message_length", _UNBOUNDED) for way in ("send", "receive")]
-    if is_loopback(address):  # as over REST: the proxy of the environment must not get the key
+    if is_loopback(address):  # as with REST, a proxy that the environment sets must not get the key
         options.append(("grpc.enable_http_proxy", 0))
     scheme, separator, peer = address.rpartition("://")
     if not separator:
@@ -127,6 +127,6 @@ def _channel(address: str) -> grpc.Channel:
     # None: the certificates bundled with gRPC. A file that is not there would be None, too, from `ssl` alone.
     trusted = os.environ.get("SSL_CERT_FILE") or ssl.get_default_verify_paths().cafile
     with certificates_named():
-        ssl.create_default_context(cafile=trusted)  # gRPC only logs that it can't load them
+        ssl.create_default_context(cafile=trusted)  # raises an error for a bad file; gRPC only logs it
     roots = Path(trusted).read_bytes() if trusted else None
     return grpc.secure_channel(peer, grpc.ssl_channel_credentials(roots), options)

@@ -62,7 +62,7 @@ def add_serve_options(
 ) -> None:
     """Add the options of a server start to `parser`; `serve_arguments` converts them back to flags.
 
-    `store`: where the model store comes from without its option.
+    `store`: ends the help of `--model-store`; it says where the folder comes from without this option.
     """
     add = parser.add_argument
     add(
@@ -117,7 +117,7 @@ def old_defaults(environ: Mapping[str, str]) -> dict[str, str]:
     Tools and start scripts for TorchServe set none of these. A client that may register an archive may run
     code, so allowing any URL adds no risk while only clients on this machine, or with a token, may register.
     """
-    is_sagemaker = environ.get("SAGEMAKER_MULTI_MODEL", "").lower() == "true"  # is managed from outside
+    is_sagemaker = environ.get("SAGEMAKER_MULTI_MODEL", "").lower() == "true"  # managed from outside
     return {
         "metrics_mode": "log",
         "insecure_management": "true" if is_sagemaker else "local",

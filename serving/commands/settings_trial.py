@@ -1,8 +1,8 @@
 """Tries the files and packages of the settings as a start does; for `config check` and `migrate check`.
 
-With a valid value every start or every model may still fail: a certificate without its key, a handler that
-is not installed. Nothing is bound, written or loaded. Files are looked up by `os.path`, which raises no
-error if this user may not search the folder.
+Even with valid values, every start or every model may fail, for example if a certificate lacks its key or a
+handler is not installed. This module binds no port, and writes and loads nothing. It looks files up by
+`os.path`, which raises no error if this user may not search the folder.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`torchere sign` and `torchere verify`: sign an archive, and check who signed it as the server does."""
+"""`torchere sign` signs an archive; `torchere verify` checks who signed it, as the server does."""
 
 from __future__ import annotations
 

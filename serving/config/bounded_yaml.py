@@ -46,7 +46,7 @@ def _check_shape(text: str) -> None:
         raise ValueError(f"{len(text)} characters, at most {MAX_CHARACTERS} are read")
     values = 0
     sizes: dict[str | None, int] = {}  # number of values in the node of each anchor
-    opened: list[tuple[str | None, int]] = []  # open collections: anchor, and number of values before it
+    opened: list[tuple[str | None, int]] = []  # anchor of each open collection, and values before it
     for event in yaml.parse(text, Loader=yaml.SafeLoader):
         if isinstance(event, yaml.AliasEvent):
             if any(event.anchor == anchor for anchor, _ in opened):

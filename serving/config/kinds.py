@@ -224,7 +224,7 @@ def _items(text: str) -> tuple[str, ...]:
 
 
 def _names_nothing(item: str) -> bool:
-    return item.endswith("=") and "/" not in item  # but the query of a URL may end in "="
+    return item.endswith("=") and "/" not in item  # a URL has a "/", and its query may end in "="
 
 
 def _remark_models(text: str) -> str:

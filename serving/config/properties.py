@@ -97,7 +97,7 @@ def _logical_lines(text: str) -> Iterator[tuple[int, str]]:
     Continuation lines are joined.
     """
     parts: list[str] = []
-    first = 0  # 0: no logical line is open
+    first = 0  # number of the line that begins the logical line; 0: no logical line has begun
     for number, natural in enumerate(_LINE_END.split(text), start=1):
         line = natural.lstrip(_BLANKS)
         if not any(parts):  # also true after a line that consists of a continuation backslash only

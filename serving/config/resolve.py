@@ -347,7 +347,7 @@ _ONLY_LOCAL = (
 
 
 def _plain_grpc(settings: ServerSettings) -> Iterator[Finding]:
-    """Yield a warning if REST has TLS and gRPC has not: each has its own setting."""
+    """Yield a warning if REST has TLS and gRPC does not, because each has its own setting."""
     rest = (settings.inference_address, settings.management_address)
     grpc = (settings.grpc_inference_address, settings.grpc_management_address)
     plain = [address.authority for address in grpc if address is not None]
@@ -357,7 +357,7 @@ def _plain_grpc(settings: ServerSettings) -> Iterator[Finding]:
 
 
 def _unused_certificate(settings: ServerSettings) -> Iterator[Finding]:
-    """Yield a warning if the files of TLS are there and every listener is plain text."""
+    """Yield a warning if certificate and key are set, but every listener is plain text."""
     rest = (settings.inference_address, settings.management_address, settings.metrics_address)
     is_used = settings.grpc_tls_enabled or any(address is not None and address.tls for address in rest)
     if settings.certificate_file is not None and settings.private_key_file is not None and not is_used:

@@ -1,6 +1,6 @@
 """All settings of the server, which are fixed when it starts.
 
-Names contain the units. The defaults are those of TorchServe 0.12 unless `docs/differences.md` lists another.
+Names contain the units. The defaults are TorchServe 0.12's, except those that `docs/differences.md` lists.
 This module reads no file and no environment variable: `resolve.py` builds these records.
 """
 
@@ -31,11 +31,11 @@ SECRET_ENV_VARS = r"(?i)(AWS|AZURE|GOOGLE|OTEL)_.*|.*(SECRET|TOKEN|PASSWORD|PASS
 SECRET_ENV_VALUES = r"://[^\s/?#@:\[]*:(?!\d{0,5}/)[^\s@]+@"
 
 MAX_EXECUTORS = 1024  # per version; a typo must not start a million processes
-MAX_RANKS = 256  # of a worker on a machine
-MAX_MACHINES = 256  # of a worker
+MAX_RANKS = 256  # processes of a worker on one machine
+MAX_MACHINES = 256  # machines of a worker
 MAX_BATCH_SIZE = 65_536
 MAX_NUMBER = 2**31 - 1  # for all other numbers, which are Java ints in TorchServe; 68 years in seconds
-MAX_CLIENT_LIMIT = 10**6  # requests a second, or at once
+MAX_CLIENT_LIMIT = 10**6  # for each limit of a client: requests a second, requests at once, predictions
 _BOUNDS = {
     "minWorkers": MAX_EXECUTORS,
     "maxWorkers": MAX_EXECUTORS,
@@ -200,9 +200,9 @@ class ClientSettings:
     """Limits for each client: an identity, or an address where it has none. 0: no limit."""
 
     rate: float = 0.0  # inference requests a second
-    burst: int = 0  # requests at once after a pause; 0: those of one second
+    burst: int = 0  # requests accepted at once after a pause; 0: as many as `rate` allows in a second
     concurrency: int = 0  # unanswered predictions
-    # Waiting clients take turns. Any limit above implies it, and so does an identity in `token_keys_file`.
+    # Whether waiting clients take turns. Any limit above implies it, and so does an identity in the key file.
     fair_queueing: bool = False
 
 
@@ -226,7 +226,7 @@ class SnapshotWorkflow:
     response_timeout_s: int | None = None
     startup_timeout_s: int | None = None
     s3_sse_kms: bool = False  # the request for the URL is signed
-    only_if_stored: bool = False  # of the whole store, and never served: it counts while its file is there
+    only_if_stored: bool = False  # from the whole store, never served: skipped if its file is gone
 
     def entry(self) -> dict[str, object]:
         """Return the entry of a snapshot, which is our extension; TorchServe ignores it."""
@@ -264,10 +264,10 @@ class SandboxSettings:
     """The sandbox of worker processes: `workers/sandbox.py`."""
 
     level: SandboxLevel = "basic"
-    user: str | None = None  # name or number that workers change to; None: the server's
+    user: str | None = None  # user name or number of the workers; None: the server's user
     memory_limit_bytes: int = 0  # of each worker process; 0: no limit
     network: bool = False  # whether workers may open sockets in `strict`; at other levels they may
-    read_paths: tuple[Path, ...] = ()  # that workers may read in `strict`, besides archive and Python
+    read_paths: tuple[Path, ...] = ()  # workers may read these in `strict`, besides archive and Python
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,7 +276,7 @@ class RendezvousSettings:
 
     host: str = "127.0.0.1"  # this server listens here while a group waits for machines
     port: int = 29_400  # torchrun's; `torchrun.rdzv-endpoint` of a model names another
-    secret_file: Path | None = None  # the same secret on all machines; None: only with a loopback address
+    secret_file: Path | None = None  # the same on all machines; None: allowed for a loopback address only
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,7 +287,7 @@ class ServerSettings:
     load_models: tuple[str, ...] = ()  # items of `[name=]file`; ("all",) loads the whole store
     snapshot_models: tuple[SnapshotModel, ...] = ()  # from `model_snapshot`
     workflow_store: Path | None = None  # None: the model store
-    load_workflows: tuple[str, ...] = ()  # as `load_models`, of the workflow store
+    load_workflows: tuple[str, ...] = ()  # like `load_models`, for the workflow store
     snapshot_workflows: tuple[SnapshotWorkflow, ...] = ()  # from `model_snapshot`, too
     inference_address: Address = Address(port=8080)
     management_address: Address = Address(port=8081)
@@ -305,7 +305,7 @@ class ServerSettings:
     cors_allowed_origin: str = ""  # these three are sent verbatim in every REST response; "": no header
     cors_allowed_methods: str = ""
     cors_allowed_headers: str = ""
-    # Of an idle REST connection. Longer than the 60 s of common load balancers, so that those close first.
+    # For an idle REST connection. Longer than the 60 s of common load balancers, so that they close it first.
     keep_alive_s: float = 75.0
     open_inference_protocol: bool = True  # the /v2 routes and gRPC service; TorchServe's default is False
     # TorchServe's default is "log", with which the metrics endpoint is empty.
@@ -313,13 +313,13 @@ class ServerSettings:
     metrics_config: Path | None = None  # a metrics.yaml; None: the built-in file
     metrics_directory: Path = Path("logs")  # of ts_metrics.log and model_metrics.log; unused in "prometheus"
     metrics_stages: StageSeries = "buckets"  # how the scrape shows the stages of predictions
-    metrics_idle_s: float = 0.0  # leave out histograms of versions without a batch for this time; 0: never
+    metrics_idle_s: float = 0.0  # hide a version's histograms after this time without a batch; 0: never
     metrics_auto_detect: bool = False  # accept undeclared handler metrics
     tracing_enabled: bool = False  # export spans to the endpoint of the OTEL_... variables
     server_timing: bool = False  # REST answers to predictions report the times of their stages
     system_metrics_enabled: bool = True
     system_metrics_interval_s: float = 60.0
-    system_metrics_command: str = ""  # arguments of Python: a script that samples the host instead; "": none
+    system_metrics_command: str = ""  # script and arguments for Python, to sample the host instead; "": none
     default_executors: int = 0  # 0: at startup one per GPU or CPU core; in the register API none
     default_response_timeout_s: float = 120.0
     default_startup_timeout_s: float = 120.0
@@ -367,11 +367,11 @@ class ServerSettings:
     clients: ClientSettings = field(default_factory=ClientSettings)
     temp_dir: Path | None = None  # None: the default of the system
     drain_delay_s: float = 0.0  # after SIGTERM: keep serving for this time, while reporting not ready
-    drain_timeout_s: float = 30.0  # then the limit for finishing the accepted requests
+    drain_timeout_s: float = 30.0  # after this delay, limit for finishing the accepted requests
     install_signal_handlers: bool = True
     # Answer as TorchServe does where our answers are better, if that is safe; docs/differences.md lists them.
     strict_compatibility: bool = False
-    readiness_of_all_models: bool = False  # also of models registered after the start
+    readiness_of_all_models: bool = False  # also count models registered after the start
     restart_wait_s: float = 10.0  # requests wait while all workers of a version restart; after this, 503
     quarantine_directory: Path | None = None  # for requests that crash executors; None: they are not saved
     quarantine_max_files: int = 100

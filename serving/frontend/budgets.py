@@ -26,7 +26,7 @@ CONNECTION_SHARE = 4  # one connection gets at most 1/CONNECTION_SHARE of the li
 KEY_FREE_SHARE = 64  # all requests that need no key together get at most 1/KEY_FREE_SHARE of it
 # Every budget except the key-free one has room for at least this many messages of the greatest size.
 MIN_MESSAGES = 4
-MESSAGE_OVERHEAD_BYTES = 4096  # of gRPC: names and tags around a body of the greatest size
+MESSAGE_OVERHEAD_BYTES = 4096  # of a gRPC message: names and tags around a body of the maximum size
 KEY_FREE_MESSAGE_BYTES = 1024  # for the name of a service; too short for many fields of two bytes
 MIN_KEY_FREE_BYTES = 2**20
 # RFC 1951: a match of 258 bytes takes at least two bits, so data grow at most 1032-fold. Reserving more would
@@ -34,7 +34,7 @@ MIN_KEY_FREE_BYTES = 2**20
 MAX_INFLATION = 1032
 
 ALL, CONNECTION, KEY_FREE = "all", "connection", "key_free"  # label values, by the budget that refuses
-UNSENT = "unsent"  # answers that clients have not taken
+UNSENT = "unsent"  # label value for answers that clients have not read
 # Limits on counts instead of bytes: connections of a listener, health watches, and useless frames (floods).
 CONNECTIONS, WATCHES, FLOOD = "connections", "watches", "flood"
 
@@ -44,7 +44,7 @@ INLINE_BYTES = 1024  # compressed
 # The content takes longer than inflating it: 4 KB of inputs for a model take 3 ms to translate.
 INLINE_INFLATED_BYTES = 4096
 GZIP_BITS = 31
-WINDOW_BITS = {"gzip": GZIP_BITS, "deflate": 15}  # of zlib: 15 in its own frame, 15 + 16 in that of gzip
+WINDOW_BITS = {"gzip": GZIP_BITS, "deflate": 15}  # for zlib: 15 for its own frame, 15 + 16 for a gzip frame
 # Members of a gzip body. zlib copies the input after the end of a member, with the GIL held. So all members
 # except the first get at most `_MEMBER_BYTES` of input at a time.
 MAX_MEMBERS = 4096
@@ -115,7 +115,7 @@ class Budgets:
         self.limit_bytes = max(limit_bytes, least)
         self.connection_limit_bytes = max(self.limit_bytes // CONNECTION_SHARE, least)
         self.key_free_limit_bytes = max(self.limit_bytes // KEY_FREE_SHARE, MIN_KEY_FREE_BYTES)
-        self.held_bytes = 0  # of all connections now
+        self.held_bytes = 0  # bytes that all connections hold now
         self.key_free_bytes = 0  # the part of them that belongs to requests without a key
         # How often each budget refused bytes, and each other limit a connection or a call.
         self.refused: Counter[str] = Counter(
@@ -123,7 +123,7 @@ class Budgets:
         )
         self.decodes = DecodeQueue()
         self.turns = LoopTurns()
-        self.unsent_bytes = 0  # of answers that clients have not taken, of all connections
+        self.unsent_bytes = 0  # bytes of answers that clients of all connections have not read
 
     def over(self, held_bytes: int, size: int, *, key_free: bool) -> BudgetExceeded:
         """Count a refusal and return the error that names the exceeded budget."""
@@ -141,7 +141,7 @@ class Budgets:
     def flaw_of_answers(self, longest_bytes: int) -> str:
         """Return an error, and count a refusal, if too many bytes of answers are unsent; else "".
 
-        `longest_bytes` is the greatest size of an answer.
+        `longest_bytes` is the maximum size of one answer.
         """
         limit_bytes = max(self.limit_bytes, MIN_MESSAGES * longest_bytes)
         if self.unsent_bytes <= limit_bytes:

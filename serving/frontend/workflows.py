@@ -253,13 +253,13 @@ def _is_worth_retrying(error: ServingError) -> bool:
 
 
 def _step_error(workflow: Workflow, step: str, error: ServingError, request: InferRequest) -> ServingError:
-    """Return the error of the whole run; its text for a failed step is TorchServe's."""
+    """Return the error of the whole run; for a failed step it has TorchServe's text."""
     text = f"Error executing {step}"
     if _is_refusal(error):
         return HandlerFailed(f"{text}: {error.message}", error.status, error.detail)
     cause = ": ".join(filter(None, (error.message, error.detail)))
     if isinstance(error, Unavailable):
-        kind = CutOff if isinstance(error, CutOff) else Unavailable  # `CutOff`: the step may have run
+        kind = CutOff if isinstance(error, CutOff) else Unavailable  # after `CutOff` the step may have run
         refused = kind(f"{text}: {error.message}", error.detail)
         refused.retry_after_s = error.retry_after_s
         return refused
@@ -271,7 +271,7 @@ def _step_error(workflow: Workflow, step: str, error: ServingError, request: Inf
 
 
 def _answer(leaves: Mapping[str, InferResponse]) -> InferResponse:
-    """Return the response of the workflow: that of its leaf, or an object with a member for each leaf."""
+    """Return the response of the workflow: its leaf's response, or an object with a member for each leaf."""
     if len(leaves) == 1:
         (leaf,) = leaves.values()
         return leaf

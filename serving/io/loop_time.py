@@ -3,7 +3,7 @@
 A worker may print, or send parts of answers, faster than the server reads them. Output beyond its share of
 time (`LoopShare`) waits in the worker's pipe or socket, and blocks the worker. Clients may send more calls
 than the loop can parse besides its other work, so connections parse in turns (`LoopTurns`), and the bytes
-that they have read wait. So the loop has time for other models and for control requests.
+that they have read wait. This leaves the loop time for other models and for control requests.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable
 
 TURN_S = 0.002  # time for one piece of work, before the loop does other work
-SHARE = 0.25  # of the loop's time, for all sources of one kind of work together
+SHARE = 0.25  # share of the loop's time that all sources of one kind of work get together
 UNUSED_S = 0.4  # idle time whose share is saved up, so that a burst of work is not delayed
 
 # Time for parsing in one iteration of the event loop, for all connections together. Each connection has a

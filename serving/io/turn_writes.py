@@ -39,7 +39,7 @@ class TurnWrites:
         self._count(len(data))
 
     def write_all(self, buffers: Buffers) -> None:
-        """Buffer or send buffers that together contain complete frames."""
+        """Hold `buffers`, which together contain complete frames, or send them if too many bytes are held."""
         self._held += buffers
         self._count(sum(map(len, buffers)))
 
@@ -48,7 +48,7 @@ class TurnWrites:
         self._is_due = True
 
     def flush(self) -> None:
-        """Send the buffered frames."""
+        """Send the frames that are held."""
         self._is_due = False
         if self._held:
             self._send()

@@ -13,7 +13,7 @@ from typing import Generic, TypeVar
 
 T = TypeVar("T")
 STOPPING_TIMEOUT_S = 5.0  # how long a request whose rest does not arrive may delay a shutdown
-LATE_S = 1.0  # a timer this late: the event loop was stopped (Ctrl+Z, paused container, no CPU)
+LATE_S = 1.0  # a timer this late means that the event loop was stopped (Ctrl+Z, paused container, no CPU)
 
 
 def was_late(due_s: float) -> bool:
@@ -39,7 +39,7 @@ async def within(future: asyncio.Future[T], timeout_s: float) -> T:
         done, _ = await asyncio.wait({future}, timeout=timeout_s)
     except asyncio.CancelledError:
         if not future.cancel() and not future.cancelled():
-            future.exception()  # otherwise asyncio would log that it was never retrieved
+            future.exception()  # otherwise asyncio would log that the exception was never retrieved
         raise
     if not done:
         future.cancel()
@@ -59,7 +59,7 @@ class Silence:
         self._timeout_s = timeout_s
         self._on_timeout = on_timeout
         self._loop = asyncio.get_running_loop()
-        self.began_s: float | None = None  # start of the silence; None: no message is expected
+        self.began_s: float | None = None  # when the silence began; None: no message is expected
         self._anew_s: float | None = None  # when the time was restarted because the event loop was late
         self._timer: asyncio.TimerHandle | None = None
 
@@ -179,7 +179,7 @@ class Stalls(Generic[Key, Progress]):
         self._is_over = False
 
     def watch(self) -> None:
-        """Start the checks: call this when a transfer may begin to wait. No effect while they run."""
+        """Start the checks, unless they run already; call this when a transfer may begin to wait."""
         if self._timer is None:
             self._look_later()
 

@@ -14,7 +14,8 @@ from torchere.serving.logs.lines import AT_START, trace_of
 
 _COLORS = {"red": "31", "green": "32", "yellow": "33", "cyan": "36", "dim": "2", "bold": "1"}
 _OF_LEVELS = {"DEBUG": "dim", "WARNING": "yellow", "ERROR": "red", "CRITICAL": "red"}
-# Begins after a blank, quote, bracket or "=" only: tried at each character, long words take quadratic time.
+# A match begins only after a blank, quote, bracket or "=": tried at every character of a long word, the
+# pattern would take quadratic time.
 _UNPACKED = re.compile(r"(?<![^\s'\"`(=])[^\s'\"`(=]*/torchere-models-\w+/\w+/model/")
 _FRAME = re.compile(r'^  File "([^"]+)", line (\d+), in (.+)$', re.MULTILINE)
 _OURS = re.compile(r"/(serving|handlers|archiver)/[\w/]+\.py$|[/\\](torch|lib/python3\.\d+)[/\\]")
@@ -48,7 +49,7 @@ class ConsoleFormatter(LineFormatter):
         return f"\x1b[{_COLORS[color]}m{text}\x1b[0m" if self._color and color else text
 
     def shows(self, record: logging.LogRecord) -> bool:
-        """Return whether the record gets a line; a filter of logging handlers."""
+        """Return whether the record gets a line. Serves as a filter of logging handlers."""
         is_error = record.levelno == logging.ERROR
         if is_error and record.name == _LOADS and record.getMessage().startswith("loading "):
             self._places[getattr(record, "model", None)] = _place(trace_of(self, record))

@@ -54,7 +54,7 @@ class RotatingFile(SaysWhatIsLost, logging.handlers.RotatingFileHandler):
         """Write a record."""
         try:
             text = self.format(record)
-        except Exception:  # as logging's own handlers do
+        except Exception:  # the handlers of `logging` catch all, too
             self.handleError(record)
         else:
             self.write(f"{text}\n", 1)
@@ -109,7 +109,7 @@ class RotatingFile(SaysWhatIsLost, logging.handlers.RotatingFileHandler):
 def _is_at(descriptor: int, path: str) -> bool:
     try:
         return os.path.samestat(os.fstat(descriptor), os.stat(path))
-    except OSError:  # it was moved, or its file system was replaced
+    except OSError:  # the file was moved, or its file system was replaced
         return False
 
 
@@ -135,7 +135,7 @@ class _LogFile(TakesAccessLines, RotatingFile):
         return f"{self._lines.format_access(line)}\n" if self._takes_access else ""
 
     def write_access(self, text: str, lines: int) -> None:
-        """Write many lines of the access log at once."""
+        """Write `text`, which holds `lines` lines of the access log."""
         self.write(text, lines)
 
 
@@ -165,7 +165,7 @@ class AccessFormatter(LineFormatter):
 
 
 class Log4jFormatter(LineFormatter):
-    """`time [LEVEL] thread logger - message`; a traceback follows on lines of its own."""
+    """Formats a record as `time [LEVEL] thread logger - message`; a traceback follows on separate lines."""
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the line without its line end."""

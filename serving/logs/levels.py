@@ -1,4 +1,4 @@
-"""Log levels: those of the settings, and changes while the server runs."""
+"""Log levels that the settings give, and changes of levels while the server runs."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ logger = logging.getLogger(__name__)
 
 _HANDLERS = Path(__file__).resolve().parents[2] / "handlers"
 _MAX_NAME_LENGTH = 200  # below the limit for names of files: a logger's name is looked up as one
-INHERIT = "NOTSET"  # the level of the nearest ancestor that has one; for the root logger, that of the start
+INHERIT = "NOTSET"  # use the nearest ancestor's level; for the root logger, the level at startup
 
 
 class Follower(Protocol):
-    """A process with its own loggers, whose levels follow those of the server."""
+    """A process with its own loggers, whose levels follow the levels of the server."""
 
     def set_log_level(self, name: str, level: int) -> None:
         """Set the level of a logger in that process; "" is the root logger."""
@@ -41,7 +41,7 @@ def follow(follower: Follower) -> None:
 
 
 def set_level(name: str, level: int) -> None:
-    """Set the level of a logger in this process only; 0 removes its level: see `INHERIT`."""
+    """Set the level of a logger in this process only; 0 removes its level (see `INHERIT`)."""
     if not name and level:
         _at_start.setdefault(name, logging.root.level)
     elif not name:

@@ -33,10 +33,10 @@ MAX_TEXT_CHARACTERS = 6000  # per message, traceback or extra field
 REPEATS_WITHIN_S = 30.0  # the workers of a version load at about the same time
 _MOST_TOLD = 1000
 MAX_LINE_BYTES = 8192  # the server splits longer lines, and a part of a line is not a record
-# Loggers of the server that have a format or a file of their own. A handler must not write lines to them.
+# Loggers of the server that have their own format or file. Handlers must not write to them.
 SERVER_LOGGERS = frozenset({"ACCESS_LOG", "AUDIT_LOG", "MODEL_METRICS", "TS_METRICS", "TELEMETRY_METRICS"})
 # Python keeps each logger, and one for each dot of its name, for as long as the process runs.
-MAX_LOGGERS = 1000  # of all workers
+MAX_LOGGERS = 1000  # for all workers together
 MAX_LOGGER_CHARACTERS = 200
 MAX_LOGGER_DOTS = 16
 _METRIC_MARKS = ("[METRICS]", "INFO > [METRICS]")
@@ -73,7 +73,7 @@ class WorkerFormatter(logging.Formatter):
     """
 
     token = ""
-    rank = ""  # of this process, if its worker has several processes
+    rank = ""  # rank of this process, if its worker has several processes
 
     def __init__(self, origin: Callable[[], Mapping[str, str]] = dict) -> None:
         super().__init__()
@@ -163,7 +163,7 @@ def relay(
     is_shared: bool = False,
     report: Report | None = None,
 ) -> None:
-    """Log one line of a worker's output: a record with its own logger and level, other text by `plain`.
+    """Log one line of a worker's output: a record by its own logger and level, other text by `plain`.
 
     The fields of `origin` identify the worker, and override those of the record. In a process that several
     models share (`is_shared`) the worker knows which model a record belongs to, so its fields take

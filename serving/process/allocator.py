@@ -16,10 +16,10 @@ from torchere.handlers.cgroup import available_cores
 
 # malloc.h of glibc; the parameters of mallopt(3)
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8
-# A block above this size gets a mapping of its own and goes back when it is freed, as weights should.
+# A larger block gets its own mapping, and freeing the block returns it to the kernel, as weights need.
 _OWN_MAPPING_BYTES = 256 * 2**20
 _OLD_OWN_MAPPING_BYTES = 32 * 2**20  # the most that glibc before 2.35 accepts
-_KEPT_BYTES = 512 * 2**20  # free memory that is kept at the end of the heap; the rest goes back
+_KEPT_BYTES = 512 * 2**20  # free memory kept at the end of the heap; the kernel gets the rest
 # Every heap but the first consists of 64 MiB pieces, which go back when they are empty, with any setting. So
 # one heap is best; but threads wait for its lock, so there is one heap for every 8 cores.
 _CORES_PER_HEAP = 8
@@ -29,7 +29,7 @@ _OPERATORS_TUNABLE = "glibc.malloc."
 
 
 def heaps(cores: int) -> int:
-    """Return the number of heaps for the threads of a process on `cores` cores."""
+    """Return the number of heaps for the threads of a process that runs on `cores` cores."""
     return max(1, cores // _CORES_PER_HEAP)
 
 
@@ -39,8 +39,8 @@ def settle_loaded(*, thaw: bool = False) -> None:
     The garbage collector runs first, because `gc.freeze` would keep garbage in reference cycles forever.
     Objects that the fork server froze stay frozen unless `thaw` is set, because traversing them would copy
     37 MiB of pages that the workers share. Free memory then goes back to the kernel, once; memory that is
-    freed later is kept as before. Loading can leave as much free memory as the model's weights take: a class
-    first makes weights of its own, which those of the file replace.
+    freed later is kept as before. Loading can leave as much free memory as the model's weights take, because
+    a class first makes its own weights, which the weights of the file then replace.
     """
     if thaw:
         gc.unfreeze()
@@ -51,11 +51,11 @@ def settle_loaded(*, thaw: bool = False) -> None:
 
 
 def keep_freed_memory(environment: Mapping[str, str]) -> bool:
-    """Make this process's allocator, and that of its forked children, keep freed memory.
+    """Make the allocators of this process and of its forked children keep freed memory.
 
-    Call it before there are threads: a thread keeps the heap it has. Does nothing where the C library is not
-    glibc, or where `environment` sets one of glibc's own variables for this. Return whether the allocator
-    took all the settings.
+    Call it before there are threads: a thread keeps the heap it has. It does nothing if the C library is not
+    glibc, or if `environment` sets one of glibc's own variables for this. Return whether the allocator
+    accepted all settings.
     """
     tunables = environment.get("GLIBC_TUNABLES", "")
     chosen = _OPERATORS_TUNABLE in tunables or any(name in environment for name in _OPERATORS_VARIABLES)

@@ -5,7 +5,7 @@ processes that it starts. Call them while the process has one thread: Landlock a
 thread only.
 
 Landlock is called by its three system calls, because the package `landlock` has neither its rules for TCP and
-signals nor a release (docs/decisions/0024-worker-sandbox.md). Constants are those of linux/landlock.h,
+signals nor a release (docs/decisions/0024-worker-sandbox.md). The constants come from linux/landlock.h,
 linux/prctl.h and linux/seccomp.h. libseccomp makes the seccomp filter through `pyseccomp` (extra
 `sandbox`), once in the server; a worker only installs it.
 """
@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-# The same numbers on all architectures of Linux (asm-generic/unistd.h), alpha left out.
+# These numbers are the same on all Linux architectures except alpha (asm-generic/unistd.h).
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
 _RULESET_VERSION = 1  # LANDLOCK_CREATE_RULESET_VERSION
 _RULE_PATH_BENEATH = 1
@@ -69,9 +69,9 @@ DENIED = (
     *("settimeofday", "clock_settime", "clock_settime64", "clock_adjtime", "adjtimex", "stime"),
     *("sethostname", "setdomainname", "iopl", "ioperm", "vm86", "vm86old", "vhangup", "personality"),
     "inotify_add_watch",  # reports the names of files in use, and Landlock does not govern it
-    # IPC of System V and queues of POSIX have no paths, so Landlock does not govern them. They would let
-    # workers of different models with one user communicate, and would outlive the workers. An id may name an
-    # object of another process.
+    # System V IPC and POSIX queues have no paths, so Landlock does not govern them. With them, workers of
+    # different models under one user could communicate, and the objects would outlive the workers. An id may
+    # name an object of another process.
     *("shmget", "shmat", "shmctl", "msgget", "msgsnd", "msgrcv", "msgctl"),
     *("semget", "semop", "semtimedop", "semctl", "mq_open", "mq_unlink"),
 )
@@ -97,7 +97,7 @@ _OF_OWNERS = (
 )
 # With a path they could change a file of the server; without one (0) they change a file that is open.
 _OWN_FILES_ONLY = (("utimensat", 1, 0), ("utimensat_time64", 1, 0))
-# Newer than libseccomp 2.5; the same on all architectures.
+# Numbers of system calls that libseccomp 2.5 does not know; they are the same on all architectures.
 _NUMBERS = {
     "fchmodat2": 452,
     "setxattrat": 463,
@@ -173,7 +173,7 @@ def become(user: int, group: int) -> None:
 
 
 def drop_capabilities() -> None:
-    """Give up all capabilities of the calling thread; `no_new_privileges` keeps them from coming back."""
+    """Give up all capabilities of the calling thread; after `no_new_privileges` it can't regain them."""
     nothing = bytes(2 * 3 * 4)  # effective, permitted and inheritable, twice 32 bits
     _checked(_libc().capset(struct.pack("=Ii", _CAPABILITY_VERSION_3, 0), nothing))
 
@@ -182,7 +182,7 @@ def restrict_files(rules: Iterable[tuple[str, int]], *, tcp: bool) -> None:
     """Allow the process the given rights beneath the given paths, and access to no other files, by Landlock.
 
     It can no longer send signals to processes outside, trace them, or connect to their abstract sockets.
-    Files that are open stay usable. An older kernel has only some of these restrictions: see `TCP_ABI`.
+    Open files stay usable. An older kernel enforces only some of these restrictions (see `TCP_ABI`).
 
     Args:
         rules: paths and rights (`READ`, `WRITE`, `DEVICE`); a path that can't be opened is left out.

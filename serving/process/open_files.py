@@ -1,4 +1,4 @@
-"""The limit of open files of the server process, and of the processes that it starts."""
+"""The limit on open files of the server process and of the processes that it starts."""
 
 from __future__ import annotations
 

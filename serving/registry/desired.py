@@ -22,11 +22,11 @@ class Wanted:
 
     url: str
     asked: Asked
-    name: str | None = None  # None: the manifest's, or derived from the file name
+    name: str | None = None  # None: the name in the manifest, or else one derived from the file name
     handler: str | None = None
     runtime: str | None = None
     at_startup: bool = False
-    executor_range: tuple[int, int] | None = None  # (min, max) of a snapshot; overrides all else
+    executor_range: tuple[int, int] | None = None  # (min, max) from a snapshot; overrides all other settings
     restores: SnapshotModel | None = None  # its snapshot entry; None: registered at run time
     archive: OpenedArchive | None = None  # already opened; None: `url` is looked up in the store
     signs: bool = False  # the URL is in S3, and the request for it is signed
@@ -34,7 +34,7 @@ class Wanted:
 
     @property
     def by_operator(self) -> bool:
-        """Whether the operator names the URL; that of a step is from the workflow's archive."""
+        """Whether the operator names the URL; the URL of a step comes from the workflow's archive."""
         return self.at_startup and not self.workflow
 
 
@@ -66,7 +66,7 @@ def startup_workflows(server: ServerSettings, stored: Callable[[], Sequence[str]
 
 
 def _listed(items: Sequence[str], stored: Callable[[], Sequence[str]]) -> tuple[Sequence[str], bool]:
-    """Return the items, or those of the whole store for `all`, and whether they are of the whole store."""
+    """Return the items, or the whole store for `all`, and whether they are the whole store."""
     of_all = [item.lower() for item in items] == ["all"]
     return (stored() if of_all else items), of_all
 

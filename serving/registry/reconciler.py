@@ -1,7 +1,7 @@
 """Moves each version step by step to its desired state; the only writer of a version's actual state.
 
-One task per version runs one step after the other, so the steps of a version never overlap, and a slow load
-of one version does not delay another. `next_step` in `version.py` chooses the next step.
+Each version has one task, which runs one step at a time. So the steps of a version never overlap, and a slow
+load of one version does not delay another. `next_step` in `version.py` chooses the next step.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Reconciler:
         }
         try:
             if version.state is VersionState.READY and next_step(version) is None:
-                version.failure = None  # of an earlier request: the present executors meet this one
+                version.failure = None  # an earlier request failed: enough executors run for this one
             while (step := next_step(version)) is not None:
                 await steps[step](version)
         except Exception:  # top of a task: a bug must be logged, and `settled` must be set for its waiters
@@ -139,7 +139,7 @@ class Reconciler:
             if version.wanted and not version.pool.size:  # all executors had given up, and no new one loads
                 await self._fail(version, version.failure)
                 return
-            version.target = version.pool.size  # otherwise the next step would retry the same at once
+            version.target = version.pool.size  # otherwise the next step would at once retry this change
         elif version.target == version.pool.size:
             version.failure = None  # another call has replaced the request that failed, and is met
         version.batcher.pump()

@@ -59,7 +59,7 @@ from torchere.serving.workers.spawn import Spawned, worker_environment
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-FETCH_AGAIN_S = (5.0, 15.0, 30.0, 60.0)  # pauses before new attempts at startup archives; the last repeats
+FETCH_AGAIN_S = (5.0, 15.0, 30.0, 60.0)  # pauses before startup archives are tried again; the last repeats
 
 
 class RegisteredWorkflows(Protocol):
@@ -100,7 +100,7 @@ class Registry:
         )
         self.workflows: RegisteredWorkflows | None = None  # the workflows whose steps are registered here
         self._registering: WeakValueDictionary[ModelKey, asyncio.Lock] = WeakValueDictionary()
-        # Of registrations under way, versions and workflows, as both stores may have the same folder.
+        # Claims of unfinished registrations of models and of workflows, as both stores may be one folder.
         self.claims: set[Claim] = set()
         self._kept: list[Version] = []  # versions registered when the server stops
         self._sweeping: asyncio.Future[None] | None = None
@@ -151,7 +151,7 @@ class Registry:
             if archive is None:
                 opening = functools.partial(self._store.open, location, wanted.by_operator)
                 archive = await self._in_thread(opening, OpenedArchive.close)
-            claim.path = archive.source  # of a folder outside of the store, another one
+            claim.path = archive.source  # a folder outside the store lies at another path
             key = _key_of(wanted, location, archive)
             # A second registration of the version waits here, and is refused before it unpacks the archive.
             async with self._registering.setdefault(key, asyncio.Lock()):
@@ -259,7 +259,7 @@ class Registry:
 
     def _take_out(self, version: Version) -> None:
         self._serving = routing.without_version(self._serving, version)
-        if version not in self._kept:  # these hold their downloads for the next start
+        if version not in self._kept:  # kept versions hold their downloads for the next start
             self.claims.discard(version.claim)
         version.wanted = False
         self._reconciler.wake(version)
@@ -407,7 +407,7 @@ class Registry:
         forget_archive(str(version.origin.archive.directory))
         # When the server stops, downloads stay in the store: the next start restores them from there.
         if version.claim.copy is not None and version not in self._kept:
-            await self.written()  # otherwise a start after a crash would look for it
+            await self.written()  # otherwise a start after a crash would look for the deleted file
             self._give_up(version.claim)
         await asyncio.to_thread(self._store.remove, version.origin.archive)
 

@@ -33,7 +33,7 @@ class VersionState(Enum):
     LOADING = "loading"
     WARMING = "warming"
     READY = "ready"
-    DRAINING = "draining"  # admits no requests, finishes the accepted ones
+    DRAINING = "draining"  # admits no new requests, finishes the admitted ones
     UNLOADING = "unloading"
     GONE = "gone"
     FAILED = "failed"  # could not be loaded, or not again after all executors gave up; the cause is kept

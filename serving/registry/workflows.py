@@ -1,4 +1,4 @@
-"""Workflows: graphs of models and functions, which are registered and removed as a whole.
+"""Workflows: graphs of models and functions. Each graph is registered and removed as a whole.
 
 Each step of a workflow is a model of the registry, called `<workflow>__<step>`. A function is a model whose
 handler is that function of the workflow's archive. Used on the event loop.

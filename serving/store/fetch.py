@@ -307,7 +307,7 @@ class _PinnedConnection(http.client.HTTPConnection):
         self._line: socket.socket | None = None  # kept because http.client moves `sock` to the response
 
     def connect(self) -> None:
-        """Connect to the first address that accepts; the TLS handshake verifies the host name."""
+        """Connect to the first address that accepts; then the TLS handshake verifies the host name."""
         self._take(self._connected())
         if self._tls:
             self._take(ssl.create_default_context().wrap_socket(self.sock, server_hostname=self.host))

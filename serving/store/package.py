@@ -225,7 +225,7 @@ class Store:
     def check_weights(self, config: ModelConfig) -> None:
         """Refuse an archive from a client's URL if `allowed_urls` does not match the URL of its weights.
 
-        Its workers would read them with the server's credentials. Blocks, see `allow`.
+        The workers would read the weights with the server's credentials. Blocks, see `allow`.
 
         Raises:
             InvalidArchive: `allowed_urls` does not match.
@@ -387,7 +387,7 @@ def is_archive(
 ) -> bool:
     """Return whether `load_models=all` loads this store entry: an archive, packed or unpacked.
 
-    A folder without a manifest is not an archive, for example `lost+found` on a volume.
+    A folder without a manifest, such as `lost+found` on a volume, is not an archive.
     """
     packed = path.name.endswith(suffixes)
     return not path.name.startswith(".") and (packed or os.path.isfile(path / manifest))

@@ -123,7 +123,7 @@ def _entries(text: str) -> list[tuple[str, str, object]]:
     unknown = [key for key in document if key not in (*_SECTIONS, "dimensions")]
     if unknown:
         raise MetricsCacheKeyError(f"sections: unknown {unknown}, expected {_SECTIONS}")
-    if "model_metrics" not in document:  # TorchServe requires only this section
+    if "model_metrics" not in document:  # the only section that TorchServe requires
         raise MetricsCacheKeyError(f"sections: model_metrics is missing, expected {_SECTIONS}")
     server, model = (list(_section(name, document.get(name))) for name in _SECTIONS)
     if not model:

@@ -105,7 +105,7 @@ def _kept_bounds(every: int) -> tuple[tuple[int, ...], tuple[str, ...]]:
 def add_histogram(family: OwnFamily, labels: dict[str, str], values: Histogram, every: int = 1) -> None:
     """Add one histogram over `SECONDS_BUCKETS`.
 
-    `every` 2 keeps only every second bound. 0 keeps only +Inf, so that the histogram has just count and sum.
+    With `every` = 2 only every second bound is kept; with 0 only +Inf, so that only count and sum remain.
     """
     kept, bounds = _kept_bounds(every)
     cumulated = list(accumulate(values.counts))

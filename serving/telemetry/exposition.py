@@ -174,8 +174,8 @@ def _escaped_help(text: str) -> str:
 
 
 # Metrics as OpenMetrics text 1.0, which can contain exemplars, for scrapers that request it. Pure functions.
-# OpenMetrics requires counter names to end in `_total`. TorchServe's do not, and Prometheus, which requests
-# this format by default, must find them under their names. So such a counter is rendered as a gauge. To
+# OpenMetrics requires counter names to end in `_total`. TorchServe's names do not, and Prometheus, which
+# requests this format by default, must find its counters by these names. So they are rendered as gauges. To
 # Datadog's agent and Google's collector a gauge is another metric, so this format must be worth it.
 # KServe's queue proxy forwards the `Accept` header of Prometheus, but parses the response as the classic text
 # format, up to the first line that is invalid in it. The type `unknown` and exemplars make such lines, so

@@ -197,7 +197,7 @@ class VersionNumbers:
         self.expired: Counter[str] = Counter(dict.fromkeys(WAITING_STAGES, 0))
         self._codes: dict[str | int, int] = {}
         self._durations = Distributions(len(COLUMNS))
-        self._first_parts: Distributions | None = None  # made by the first streamed answer
+        self._first_parts: Distributions | None = None  # made with the first streamed answer
         self._marks = bytearray()  # space for `FOLD_ROWS` requests; allocated by the first
         self._marks_end = 0
         # Counters of batches. A request counts once, regardless of its number of rows.

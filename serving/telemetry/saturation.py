@@ -46,8 +46,8 @@ class LoadSample(NamedTuple):
 class BusyTime:
     """Sums the time that executors had a batch. Call it on the event loop only.
 
-    A batch that was dispatched early waits in the worker for the batch before it. So at any time at most as
-    many batches are counted as there are executors.
+    A batch that was dispatched early waits in the worker for the batch before it. So there are never more
+    batches counted than there are executors.
     """
 
     __slots__ = ("_running", "_since_s", "_total_s", "executors")

@@ -47,7 +47,7 @@ class ForkServer:
         os.set_blocking(self._wake_read, False)
 
     def say_importing(self, number: int) -> None:
-        """Tell the server which of the operator's modules is imported next."""
+        """Tell the server which module is imported next: its number among the operator's modules."""
         self._send(b"I %d" % number)
 
     def serve(self) -> None:

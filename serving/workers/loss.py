@@ -10,7 +10,7 @@ from enum import Enum
 
 
 class LossKind(Enum):
-    """The kind of cause that ended a worker; the values are labels of a metric and never change."""
+    """What kind of cause ended a worker. The values are labels of a metric and never change."""
 
     EXIT = "exit"  # it ended by itself, with an exit code
     SIGNAL = "signal"  # a signal ended it: a crash in native code, or a kill command

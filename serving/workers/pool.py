@@ -30,7 +30,7 @@ class WorkerPool:
     ) -> None:
         self._cores = cores
         self._settings = settings
-        if cores is not None and not settings.spec.is_group:  # each rank has threads of its own
+        if cores is not None and not settings.spec.is_group:  # ranks set their own threads
             self._settings = replace(settings, threads=lambda: cores.threads)
         self._spec = settings.spec
         self._next_id = next_id

@@ -14,7 +14,7 @@ from torchere.serving.workers.lanes import LanePage
 
 
 class Hold(Protocol):
-    """Pauses the lane of a streamed response for a bounded time, while its client has many unread parts."""
+    """A pause of bounded time for the lane of a streamed response whose client has many unread parts."""
 
     def when_over(self, go_on: Callable[[], None]) -> None:
         """Call `go_on` when the lane may send more."""

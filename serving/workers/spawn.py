@@ -72,9 +72,9 @@ SPIN_COUNT = 1000
 def worker_environment(hidden: str | None = None, settings: ServerSettings | None = None) -> dict[str, str]:
     """Return the server's environment without the variables whose whole name matches the regex `hidden`.
 
-    It bounds how long threads of OpenMP spin, unless the operator has done so (`SPIN_COUNT`). With `settings`
-    it also has the variables that TorchServe gives its workers, for handlers that read them, and lacks those
-    whose values `env_values_hidden_from_workers` matches.
+    It limits how long OpenMP threads spin, unless the operator has done so (`SPIN_COUNT`). With `settings`
+    it also has the variables that TorchServe gives its workers, for handlers that read them, and lacks the
+    variables whose values `env_values_hidden_from_workers` matches.
     """
     kept = {name: value for name, value in os.environ.items() if not (hidden and re.fullmatch(hidden, name))}
     if settings is not None and (secret := settings.env_values_hidden_from_workers):

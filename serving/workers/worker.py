@@ -82,7 +82,7 @@ class Worker:
 
     @property
     def first_id(self) -> int:
-        """The executor id of its first lane."""
+        """The executor id of the worker's first lane."""
         return self._statuses[0].executor_id
 
     @property

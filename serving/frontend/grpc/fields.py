@@ -33,7 +33,7 @@ class Fields:
         self._left = MOST_FIELDS
 
     def between(self, at: int, end: int) -> Iterator[Field]:
-        """Yield the fields between two offsets, in order.
+        """Yield the fields between the offsets `at` and `end` of the message, in order.
 
         Raises:
             DecodeError: the bytes are not valid fields.

@@ -60,16 +60,16 @@ SETTINGS = f.settings_frame(
 ) + f.window_update(0, CONNECTION_WINDOW_BYTES - f.DEFAULT_WINDOW)
 
 PREFACE_TIMEOUT_S = 20.0
-MAX_UNREAD_BYTES = 32 * 2**20  # of the write buffer when the client sends headers; above it, abort
+MAX_UNREAD_BYTES = 32 * 2**20  # if the write buffer holds more when the client sends headers, abort
 # Further calls are refused while the answers that wait for the client's windows have more than this many
 # bytes, or more than four answers of the maximum size if that is more.
 MAX_HELD_BYTES = 2**29
 MAX_HELD_ANSWERS = 4
 # One read may bring two thousand calls, and while reads fill the buffer, uvloop reads up to 32 times before
 # other connections get their turn.
-TURN_S = 0.005  # of parsing for one connection; the rest is deferred to the next loop iteration
+TURN_S = 0.005  # time that one connection may parse; the rest is deferred to the next loop iteration
 AGAIN_S = TURN_S / 8  # a read that took longer is the last one of its loop iteration
-LATE_READ_BYTES = 16_384  # of one read, once the turns of the loop iteration are over
+LATE_READ_BYTES = 16_384  # limit of one read, once the turns of the loop iteration are over
 STEP_FRAMES = 32  # between two checks of the clock; a run of DATA counts as one frame, because it is fast
 SMALL_BYTES = 128  # shorter DATA for an ended call counts as a frame that moves no data
 # Frames that move no data, which a client may send for each answer, and for each write of an answer: some
@@ -299,7 +299,7 @@ class Connection(asyncio.BufferedProtocol):
             stream.half_close()
 
     def _on_data_size(self, stream_id: int, size: int, empty: int) -> None:
-        """Count DATA that begins to arrive against the windows."""
+        """Subtract the size of DATA that begins to arrive from the flow-control windows."""
         if empty:
             self._flood.count(empty)
         if not stream_id or stream_id > self._last_id:
@@ -376,7 +376,7 @@ class Connection(asyncio.BufferedProtocol):
             raise ConnectionBroken(ErrorCode.PROTOCOL_ERROR, "PRIORITY of the connection")
         if len(payload) != f.PRIORITY_BYTES:
             raise ConnectionBroken(ErrorCode.FRAME_SIZE_ERROR, f"PRIORITY of {len(payload)} bytes")
-        self._flood.count()  # it has no meaning any more (RFC 9113, 5.3)
+        self._flood.count()  # a PRIORITY frame has no meaning any more (RFC 9113, 5.3)
 
     def _on_reset(self, flags: int, stream_id: int, payload: bytes) -> None:
         f.read_u32(payload)

@@ -33,9 +33,9 @@ CONNECTION_WINDOW_BYTES = 16 * 2**20  # of all streams together; four whole wind
 
 # Sending.
 MOST_FRAME_BYTES = 2**20  # of one frame, even if the client accepts longer ones
-MOST_WRITTEN_BYTES = 2**20  # of one write; after it the socket may report that its buffer is full
+MOST_WRITTEN_BYTES = 2**20  # limit of one write, after which the socket may report a full buffer
 HIGH_WATER_BYTES = 65_536  # of a stream's unsent bytes; above it the producer has to wait
-DEFAULT_TABLE_BYTES = 4096  # of HPACK's table, which our encoder does not use
+DEFAULT_TABLE_BYTES = 4096  # size of the HPACK table, which our encoder does not use
 # A table size update to 0, sent when a client lowers the table's maximum size (RFC 7541, 4.2).
 TABLE_UNUSED = b"\x20"
 
@@ -167,7 +167,7 @@ class OutboundFlow:
         self._waits = waits
         self._window = DEFAULT_WINDOW
         self._waiting: dict[int, StreamFlow] = {}  # in the order of their waits; some may no longer wait
-        self._ending: dict[int, StreamFlow] = {}  # only their trailers are left, which wait for the socket
+        self._ending: dict[int, StreamFlow] = {}  # only the trailers of these streams wait
         self.initial_window = DEFAULT_WINDOW  # of streams, as the client configured it
         self.frame_bytes = DEFAULT_FRAME_BYTES
         self.stopped = False  # the socket's buffer is full
@@ -306,7 +306,7 @@ class OutboundFlow:
             self._ending.pop(stream.id, None)
 
     def resume(self) -> None:
-        """Pump each waiting stream once: the socket, or the connection's window, has room again."""
+        """Pump each waiting stream once, because the socket or the connection's window has room again."""
         self.stopped = False
         while self._ending and not self.stopped:
             self.pump(self._ending.pop(next(iter(self._ending))))

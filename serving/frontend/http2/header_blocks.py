@@ -48,7 +48,7 @@ _TIMEOUT_NAMES = (
 
 Field = tuple[bytes, bytes]
 Metadata = tuple[tuple[str, str | bytes], ...]
-# Headers of the transport, which are not the application's.
+# Headers that belong to the transport, not to the application.
 _NOT_METADATA = frozenset({"te", "content-type", "grpc-timeout", "grpc-encoding", "grpc-accept-encoding"})
 
 
@@ -85,7 +85,7 @@ class HeaderReader:
         self._heads: Known[tuple[Field, ...], tuple[RequestHead, int]] = Known(_KNOWN_BYTES)
 
     def read(self, block: bytes) -> Request:
-        """Decode the request headers of one call, or its trailers.
+        """Decode the header block of one call: its request headers or its trailers.
 
         Raises:
             ConnectionBroken: the block is not HPACK, or is too long. Later blocks can't be decoded either.

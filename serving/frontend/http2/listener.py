@@ -15,7 +15,7 @@ from torchere.serving.frontend.http2.messages import MessageFailed
 from torchere.serving.frontend.http2.stream import CallListener, Stream
 
 READ_BUFFER_BYTES = 262_144
-AGE_SPREAD = 0.1  # random share by which the maximum age of a connection varies
+AGE_SPREAD = 0.1  # the maximum age of a connection varies by up to this share, at random
 
 
 class ListedConnection(IdleConnection, Hashable, Protocol):
