@@ -130,8 +130,8 @@ class Client:
     ) -> Generator[bytes, None, None]:
         """Send a request to `/predictions` and yield the parts of the streamed response. See `predict`.
 
-        The network may merge parts that are sent close together. A truncated response raises an error. To
-        stop early, close the generator (`contextlib.closing`): this cancels the request.
+        The network may merge parts that are sent close together. If the response is cut off, an error is
+        raised. To stop early, close the generator (`contextlib.closing`): this cancels the request.
 
         Example:
             for part in client.predict_stream("llm", "Once upon a time"):

@@ -31,7 +31,7 @@ class UnreadableAnswer(ClientError):
 
 
 class DeadlineExceeded(ClientError):
-    """The deadline of the call passed before the response was complete."""
+    """The call's deadline passed before the response was complete."""
 
 
 class AnswerError(ClientError):

@@ -73,7 +73,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Operation(Generic[Result_co]):
-    """A request, and the function that reads its response.
+    """A request, and the function that reads the response to it.
 
     `read` gets responses with a 2xx status or a status in `accepted`; every other response is raised as an
     error.

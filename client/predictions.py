@@ -15,7 +15,7 @@ OCTETS = "application/octet-stream"
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One part of a form: a file if it has a `filename`, else a plain field.
+    """One part of a form: a file if the part has a `filename`, else a plain field.
 
     An empty `content_type` is guessed from the filename.
     """
@@ -31,7 +31,7 @@ PartLike = Part | bytes | str | PathLike[str]
 def _encode_form(parts: Mapping[str, PartLike]) -> tuple[str, bytes]:
     """Encode a form of one or more parts and return its content type and its body.
 
-    A `str` becomes a plain field, `bytes` a file with the name of the field, a path the file at that path.
+    A `str` becomes a plain field; `bytes` become a file named after the field; a path stands for its file.
     """
     import httpx  # noqa: PLC0415 - `torchere bench` sends no forms, and goes without httpx
 

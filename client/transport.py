@@ -109,11 +109,11 @@ def certificates_named() -> Iterator[None]:
             ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(file)
         except OSError as why:
             raise ValueError(f"SSL_CERT_FILE is {file}: {why.strerror or why}") from err
-        raise  # it is of another file, such as that of SSLKEYLOGFILE
+        raise  # the error is about another file, such as SSLKEYLOGFILE's
 
 
 class Settings:
-    """The constructor arguments of a client, see `Client`; used by several threads."""
+    """The constructor arguments of a client (see `Client`), which several threads use."""
 
     def __init__(
         self,
@@ -125,7 +125,7 @@ class Settings:
     ) -> None:
         self.retries = retries or Retries()
         self._addresses = addresses
-        self._tokens = dict(tokens)  # `key` adds those that it finds
+        self._tokens = dict(tokens)  # `key` adds the tokens that it finds
         self._timeout_s = timeout_s
         self._headers = headers or {}
         for each in self._addresses.values():
@@ -151,7 +151,7 @@ class Settings:
         mounts = {f"all://{host}": None for host in hosts}
         with certificates_named():
             if transport is None and len(hosts) == len(addresses):
-                transport = direct(limits=LIMITS)  # then httpx does not read variables that it might refuse
+                transport = direct(limits=LIMITS)  # so httpx reads no variable that it might refuse
             try:
                 return kind(transport=transport, limits=LIMITS, mounts=mounts)
             except (ImportError, ValueError, httpx.InvalidURL) as err:
@@ -181,7 +181,7 @@ class Settings:
         return headers
 
     def seconds(self, timeout_s: float | None) -> float:
-        """Return the time-out of a call in seconds: its own or the client's; infinity if both are None."""
+        """Return the time-out of a call in seconds: the call's or the client's; infinity if both are None."""
         wanted = self._timeout_s if timeout_s is None else timeout_s
         if wanted is None:
             return math.inf
@@ -263,7 +263,7 @@ class ClientCall:
         if isinstance(http, httpx.Client) and len(request.body) > _PIECE_BYTES:
             headers["content-length"] = str(len(request.body))
             content = self._pieces(request.body)
-        if http.is_closed:  # httpx raises a RuntimeError
+        if http.is_closed:  # otherwise httpx would raise a RuntimeError
             raise ClientError("the client is closed; make another one")
         return http.build_request(
             request.method,
@@ -283,7 +283,7 @@ class ClientCall:
 
     @contextmanager
     def translated(self) -> Iterator[None]:
-        """Translate httpx's exceptions into this package's."""
+        """Translate httpx's exceptions into the errors of this package."""
         url = self._settings.url(self.operation.request)
         try:
             yield
@@ -308,7 +308,7 @@ class ClientCall:
 
 
 def answer_of(response: httpx.Response, body: bytes) -> Answer:
-    """Return a response, whose body httpx has read, as this package's."""
+    """Convert a response of httpx, whose body has been read, to this package's type."""
     headers = {name.lower(): value for name, value in response.headers.items()}
     return Answer(body, headers, response.status_code)
 
