@@ -1,4 +1,4 @@
-"""`model_archiver`: packs archives from Python, by torchere's archiver."""
+"""The module `model_archiver`: packs archives from Python with torchere's archiver."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ __all__ = [
     "generate_model_archive",
     "package_model",
 ]
-__version__ = "0.12.0"  # of the archiver whose interface this is
+__version__ = "0.12.0"  # version of TorchServe's archiver that has this interface
 
 ModelArchiverError = PackingError
 
@@ -61,14 +61,14 @@ class ModelArchiverConfig:
 
     @classmethod
     def from_args(cls, args: argparse.Namespace | ModelArchiverConfig) -> ModelArchiverConfig:
-        """Return the configuration of parsed arguments; what an older script leaves out has its default."""
+        """Return the configuration of parsed arguments, with defaults for those that older scripts lack."""
         return cls(
             **{each.name: getattr(args, each.name) for each in fields(cls) if hasattr(args, each.name)}
         )
 
 
 class Model:
-    """The part `model` of a manifest."""
+    """The member `model` of a manifest."""
 
     def __init__(  # noqa: PLR0917  # the archiver's signature
         self,
@@ -94,7 +94,7 @@ class Model:
         self.model_dict = {name: value for name, value in said.items() if value}
 
     def __str__(self) -> str:
-        """Return it as JSON."""
+        """Return the member as JSON."""
         return json.dumps(self.model_dict)
 
 
@@ -110,12 +110,12 @@ class Manifest:
         }
 
     def __str__(self) -> str:
-        """Return it as JSON."""
+        """Return the manifest as JSON."""
         return json.dumps(self.manifest_dict, indent=2)
 
 
 class ModelExportUtils:
-    """The steps of packing that scripts call by themselves."""
+    """The steps of packing that scripts call one by one."""
 
     @staticmethod
     def validate_inputs(model_name: str, export_path: str) -> None:
@@ -128,7 +128,7 @@ class ModelExportUtils:
 
     @staticmethod
     def generate_model(modelcfg: ModelArchiverConfig | argparse.Namespace) -> Model:
-        """Return the part `model` of the manifest."""
+        """Return the member `model` of the manifest."""
         config = ModelArchiverConfig.from_args(modelcfg)
         return Model(
             config.model_name,
@@ -147,14 +147,14 @@ class ModelExportUtils:
 
 
 class _ParserOfConfig(argparse.ArgumentParser):
-    """A parser with the fields of `ModelArchiverConfig`: the first use of one parses the command line."""
+    """A parser with the fields of `ModelArchiverConfig`; the first use of a field parses the command line."""
 
     def __getattr__(self, name: str) -> Any:
         names = [each.name for each in fields(ModelArchiverConfig)]
         if name not in names:
             raise AttributeError(name)
         parsed = ModelArchiverConfig.from_args(self.parse_args())
-        for each in names:  # one that a script has set stays
+        for each in names:  # a field that a script has set keeps its value
             vars(self).setdefault(each, getattr(parsed, each))
         return vars(self)[name]
 
@@ -164,7 +164,7 @@ class ArgParser:
 
     @staticmethod
     def export_model_args_parser() -> _ParserOfConfig:
-        """Return the parser, as TorchServe 0.7 does, which is the configuration as well, as in 0.12."""
+        """Return the parser, as in TorchServe 0.7; it has the configuration's fields, which 0.12 returns."""
         parser = _ParserOfConfig(prog="torch-model-archiver")
         add_archive_arguments(parser)
         return parser
@@ -182,8 +182,7 @@ class ModelArchiver:
 def package_model(config: ModelArchiverConfig | argparse.Namespace, manifest: str) -> None:
     """Write the archive of `config`, as the exporters of OpenMMLab's projects do.
 
-    The archive's manifest has the members that `manifest` has beside TorchServe's; date and digests are made
-    anew.
+    Members of `manifest` that TorchServe's manifests lack are kept in the archive; date and digests are new.
 
     Raises:
         ModelArchiverError: it can't be packed, or `manifest` says something else than `config`.

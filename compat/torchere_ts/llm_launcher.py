@@ -65,7 +65,7 @@ def download_model(
     model_path: str = ".cache",
     use_auth_token: bool | str = True,
 ) -> str:
-    """Download a model of the Hugging Face hub, by `huggingface_hub`; return its folder."""
+    """Download a model from the Hugging Face hub with `huggingface_hub`; return its folder."""
     from huggingface_hub import snapshot_download  # noqa: PLC0415  # not a dependency of torchere
 
     kinds = ("json", "pt", "bin", "txt", "model", "pth", "safetensors")

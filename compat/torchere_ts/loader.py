@@ -66,7 +66,7 @@ class Service:
 
     @property
     def context(self) -> Context:
-        """The context of the handler."""
+        """The context that the handler gets."""
         return self._context
 
     def set_cl_socket(self, cl_socket: Any) -> None:

@@ -1,4 +1,4 @@
-"""`workflow_archiver`: packs workflows from Python, by torchere's archiver."""
+"""The module `workflow_archiver`: packs workflows from Python with torchere's archiver."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = [
     "generate_workflow_archive",
     "package_workflow",
 ]
-__version__ = "0.2.15"  # of the archiver whose interface this is
+__version__ = "0.2.15"  # version of TorchServe's archiver that has this interface
 
 WorkflowArchiverError = PackingError
 
@@ -37,7 +37,7 @@ class ArgParser:
 
 
 class WorkflowExportUtils:
-    """The steps of packing that scripts call by themselves."""
+    """The steps of packing that scripts call one by one."""
 
     @staticmethod
     def validate_inputs(workflow_name: str, export_file_path: str) -> None:
@@ -47,7 +47,7 @@ class WorkflowExportUtils:
 
     @staticmethod
     def generate_manifest_json(args: argparse.Namespace) -> str:
-        """Return the manifest of a workflow as JSON; `package_workflow` writes its own."""
+        """Return the manifest of a workflow as JSON; `package_workflow` makes its manifest itself."""
         names = {"workflowName": args.workflow_name, "specFile": os.path.basename(args.spec_file)}
         if args.handler:
             names["handler"] = os.path.basename(args.handler)
