@@ -39,7 +39,7 @@ from torchere.handlers.rows import (
 
 @dataclass(frozen=True, slots=True)
 class SegmentRules:
-    """The rules for a segment; the defaults are the values published with Silero's models.
+    """The rules for a segment; the defaults are the values that Silero published with its models.
 
     Raises:
         ValueError: a value is out of its range, or the padding could make two segments meet.
@@ -49,7 +49,7 @@ class SegmentRules:
     release: float = 0.15  # hysteresis
     min_speech_ms: float = 250.0  # a segment is longer than this
     min_silence_ms: float = 100.0
-    pad_ms: float = 30.0  # added on both sides; at most half of min_silence_ms
+    pad_ms: float = 30.0  # added to a segment on both sides; at most half of min_silence_ms
 
     def __post_init__(self) -> None:
         if not 0 < self.threshold < 1 or not 0 <= self.release < self.threshold:
@@ -73,7 +73,7 @@ class Segment:
 
 
 class Segmenter:
-    """Finds the segments of one recording while its probabilities arrive. Not thread-safe.
+    """Finds the speech segments of one recording from its probabilities as they arrive. Not thread-safe.
 
     Args:
         rules: the rules for a segment.
@@ -125,7 +125,7 @@ _DEFAULTS: dict[str, Any] = {
 
 
 class Heard(NamedTuple):
-    """A batch between two stages: `sounds[i]` is the sound of request i, or its error."""
+    """A batch between `preprocess` and `postprocess`; `sounds[i]` is the sound of request i, or its error."""
 
     sounds: list[Sound | PredictionException]
     segments: list[list[Segment]]  # of each request, found so far
@@ -183,7 +183,7 @@ class VoiceActivity(BaseHandler):
 
     @timed
     def preprocess(self, data: Any) -> Any:
-        """Decode the file of each request."""
+        """Decode the WAV file of each request."""
         sounds = read_each(data, self._sound)
         streamed = [self._is_streamed(index, row) for index, row in enumerate(data)]
         return Heard(sounds, [[] for _ in data], streamed)
@@ -202,7 +202,7 @@ class VoiceActivity(BaseHandler):
 
     @timed
     def inference(self, data: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run the model over the sounds of each rate together; stream segments if a request asks for it."""
+        """Run the model on all sounds of one rate together; stream segments for requests that ask for it."""
         for rate_hz in RATES_HZ:
             group = [
                 (place, sound)

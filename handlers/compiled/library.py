@@ -137,7 +137,7 @@ class CompiledLibrary:
 
 
 def available() -> bool:
-    """Return whether this torch can turn tensors into handles and back."""
+    """Return whether the installed torch can convert tensors to handles and back."""
     return all(hasattr(torch._C._aoti, name) for name in HANDLE_FUNCTIONS)
 
 
@@ -335,7 +335,7 @@ class BoundModel(_CheckedModel):
         return results
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._model, name)  # an archive's own handler may update the weights
+        return getattr(self._model, name)  # for an archive's handler, which may update the weights
 
 
 def _check_layout(index: int, tensor: torch.Tensor, rule: InputRule) -> None:

@@ -49,8 +49,8 @@ _UNCHECKED = (
     "A wrong shape or type makes it read memory out of bounds; pack a file of a recent torch's "
     "aoti_compile_and_package, with the source that this puts in"
 )
-_LIBRARY_FOLDER = ".aot"  # in the unpacked archive, and deleted with it
-# torch keeps the exported program that it is reading in a global, and refuses to read a second one meanwhile.
+_LIBRARY_FOLDER = ".aot"  # lies in the unpacked archive, and is deleted with it
+# torch keeps the exported program that it reads in a global variable, and refuses to read another meanwhile.
 _READING_LOCK = threading.Lock()
 
 
@@ -134,7 +134,7 @@ def _reason_against(package: Package, build: Build, device: str | None) -> Misfi
     here = torch.backends.cpu.get_cpu_capability()
     found = misfit(build, torch.__version__, read_cpu_flags())
     if not (found and found.fatal) and build.weights_for not in (None, here):
-        # The kernel would mistake each weight for another one, and give wrong outputs.
+        # The kernel would read each weight from the wrong place, and give wrong outputs.
         text = f"its weights of 4 bits are ordered for {build.weights_for}; this is {here}"
         return Misfit(text, fatal=True)
     return found

@@ -36,9 +36,11 @@ _EQUAL = re.compile(rb"if \((\d+) != (\w+)_(size|stride)\[(\d+)\]\)")
 _BOUND = re.compile(rb"if \((\w+)_size\[(\d+)\] ([<>]) (\d+)\)")
 # In sources of newer torch: the sizes of an input, and its strides.
 _SIZES = re.compile(rb"assert_size_stride\((\w+), \{([^{}]*)\}, \{([^{}]*)\}")
-_SIZE = re.compile(rb"\d+L|(?:\(?(-?\d+)L\)? \+ )?(?:(\d+)L\*)?(s\d+)")  # 8L, s77, or 1L + 2L*s77
+_SIZE = re.compile(rb"\d+L|(?:\(?(-?\d+)L\)? \+ )?(?:(\d+)L\*)?(s\d+)")  # matches 8L, s77 and 1L + 2L*s77
 _OF_CPP = re.compile(rb"(?<=\d)L\b|static_cast<int64_t>")  # the parts of a stride that are not Python
-_NONE_INSIDE = re.compile(  # inputs, outputs, constants, ..., whether the library holds the constants
+# Matches a library that has constants but does not hold them. The arguments of the call are the numbers of
+# inputs, outputs and constants, two others, and whether the library holds the constants.
+_NONE_INSIDE = re.compile(
     rb"AOTInductorModelBase\(\s*\d+,\s*\d+,\s*[1-9]\d*,\s*device_str,\s*std::move\(cubin_dir\),\s*false\)"
 )
 _COPY_BYTES = 1 << 20
@@ -47,9 +49,9 @@ _COPY_BYTES = 1 << 20
 _MAX_METADATA_BYTES = 1 << 20
 _MAX_SOURCE_BYTES = 64 << 20
 # Python's zip reader makes an object of every entry in the directory, even if the end record counts fewer.
-# Each weight in a file of its own takes some 100 bytes of the directory.
+# A weight in a separate file takes some 100 bytes of the directory.
 _MAX_DIRECTORY_BYTES = 4 << 20
-_MAX_BUILD_BYTES = 1 << 16  # of the build record; the archiver's has less than 1 KiB
+_MAX_BUILD_BYTES = 1 << 16  # of the build record; the archiver writes less than 1 KiB
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +120,7 @@ def _checks_and_takes_one(source: bytes) -> bool:
 def lacks_weights(package: Package) -> bool:
     """Return whether the code needs weights that its package lacks, so that it would read address 0.
 
-    False for a package with more files than the code's own, which may hold them.
+    The result is False for a package with files beside the code, because those may hold the weights.
 
     Raises:
         RuntimeError: the package is damaged.
@@ -130,14 +132,14 @@ def lacks_weights(package: Package) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class LinearSize:
-    """A size that follows from a free one, as `2*b + 1` does from `b`, or is that size itself."""
+    """A size that is computed from a free size, as `2*b + 1` is from `b`, or that free size itself."""
 
     symbol: str
     factor: int = 1
     offset: int = 0
 
     def where(self, value: int) -> int:
-        """Return this size for a value of the free size."""
+        """Return this size, computed from a value of the free size."""
         return self.factor * value + self.offset
 
 
@@ -244,7 +246,7 @@ def stride_of(formula: ast.expr, sizes: Mapping[str, int]) -> int:
 
 
 def _sources(package: Package) -> Iterator[bytes | None]:
-    """Yield the source files of a package's code; None in place of one that is too long."""
+    """Yield the source files of a package's code, or None for a file that is too long."""
     try:
         with zipfile.ZipFile(package.path) as file:
             for name in file.namelist():
@@ -261,7 +263,7 @@ def _read(file: zipfile.ZipFile, name: str, limit_bytes: int) -> bytes | None:
     if entry.file_size > limit_bytes or entry.compress_type not in (STORED, DEFLATED):
         return None
     with file.open(entry) as source:
-        # Without a size, an entry that states too small a size is inflated whole.
+        # Without this limit, `read` would inflate the whole of an entry that states too small a size.
         return source.read(limit_bytes)
 
 
@@ -368,7 +370,7 @@ def misfit(build: Build, torch_version: str, cpu_flags: frozenset[str] | None) -
     """
     if build.machine and build.machine != platform.machine():
         return Misfit(f"it was compiled for {build.machine}, and this is {platform.machine()}", fatal=True)
-    sets = (build.isa or "").split()  # torch separates several by spaces: "avx512 avx512_vnni"
+    sets = (build.isa or "").split()  # torch writes several with spaces between: "avx512 avx512_vnni"
     needed = frozenset().union(*(_X86_FLAGS.get(_SAME_SET.get(one, one), frozenset()) for one in sets))
     lacking = needed - (cpu_flags or frozenset())
     if cpu_flags is not None and lacking:
@@ -410,9 +412,9 @@ _LISTED_IN = ("_C", "_aoti.pyi")
 
 
 def holds_gil(path: str, model_dir: str) -> bool:
-    """Return whether a `.pt2` file on the CPU holds the GIL while it runs, so that threads gain nothing.
+    """Return whether a `.pt2` file holds the GIL while it runs on the CPU, so that threads gain nothing.
 
-    False for a file that can't be loaded at all.
+    The result is False for a file that can't be loaded at all.
     """
     try:
         package = read_package(path)
@@ -430,7 +432,7 @@ def fits_c_abi(package: Package) -> bool:
 
 
 def _torch_gives_handles() -> bool:
-    """Return whether the installed torch has `HANDLE_FUNCTIONS`; importing it would take seconds."""
+    """Return whether the installed torch has `HANDLE_FUNCTIONS`; torch is not imported: it takes seconds."""
     found = importlib.util.find_spec("torch")
     for folder in (found.submodule_search_locations or ()) if found else ():
         try:

@@ -1,7 +1,7 @@
 """Handlers in C++ (archives of runtime LSP): the headers to compile them with, and their Python side.
 
 The headers in `include/` have the paths and names of TorchServe's C++ backend, so that handlers written for
-it compile unchanged. They add a C interface to a library, through which `handler.py` calls it.
+it compile unchanged. They add a C interface to a handler's library, through which `handler.py` calls it.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def compile_flags() -> Sequence[str]:
 def problem_of(library: bytes, name: CppHandlerName, torch_version: str) -> str:
     """Return why a worker with this torch can't load a library, and the remedy; "": no reason is known.
 
-    Reads the bytes of the file; nothing in it is run.
+    `library` is the content of the file, none of which is run.
     """
     stamp = _STAMP.search(library)
     again = AGAIN.format(name.file)

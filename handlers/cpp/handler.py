@@ -47,10 +47,10 @@ _ReportFunction = ctypes.CFUNCTYPE(
 
 
 class CppHandler:
-    """Passes the requests of a batch to a C++ handler, and returns its responses. One thread at a time.
+    """Passes the requests of a batch to a C++ handler, and returns its responses. Not thread-safe.
 
     A response whose code is not 200 fails its request; in TorchServe it fails the batch. An exception fails
-    the batch. In a batch of one, an error response that the handler set before it failed is sent instead.
+    the batch; but if a batch has one request and the handler has set an error response, this is sent.
     """
 
     takes_bytes = True  # the values of requests are not decoded

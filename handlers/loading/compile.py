@@ -48,7 +48,7 @@ def check_valid_pt2_backend(backend: str) -> bool:
 
 
 def compiled(model: Any, config: dict[str, Any], device: torch.device) -> Any:
-    """Return the model compiled as `pt2` of model-config.yaml says; without it as `optimized` returns it.
+    """Return the model compiled as `pt2` in model-config.yaml says; without `pt2`, see `optimized`.
 
     A model that can't be compiled stays as it is, with a warning.
 
@@ -60,7 +60,7 @@ def compiled(model: Any, config: dict[str, Any], device: torch.device) -> Any:
         return optimized(model)
     try:
         if options.get("backend") == "tensorrt":
-            importlib.import_module("torch_tensorrt")  # it registers the backend
+            importlib.import_module("torch_tensorrt")  # the import registers the backend
         faster = torch.compile(model, **options)
         if device.type == "cpu" and options.get("backend", "inductor") == "inductor":
             # It raises an exception where there is no compiler, in place of each run.
@@ -164,7 +164,7 @@ class Autocast:
     """
 
     def __init__(self, model: Any, device: torch.device, dtype: torch.dtype) -> None:
-        self.wrapped = model  # callers check its class
+        self.wrapped = model  # callers check the class of the model
         self._device_type = device.type
         self._dtype = dtype
 

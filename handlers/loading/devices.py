@@ -116,7 +116,7 @@ def _use_tensor_cores(device: torch.device) -> None:
 def own_stream(gpu_id: int, kind: str = "") -> None:
     """Give the calling thread a stream of its own, so that executors share a GPU but not its queue.
 
-    `kind`: see `kind_of`. A kind without streams has one queue for all.
+    `kind`: see `kind_of`. Devices of a kind without streams have one queue for all executors.
     """
     module = _module(kind if kind in _WITH_MODULE else "cuda")
     if module is not None and hasattr(module, "set_stream") and module.is_available():
@@ -190,7 +190,7 @@ def gpu_is_usable(gpu_id: int | None, free_memory: bool) -> bool:
 
 
 def _gpus_in_use(module: Any, gpu_id: int | None) -> list[int]:
-    """Return the executor's GPU, and those on which its handler has put parts of a model."""
+    """Return the executor's GPU and the GPUs on which its handler has put parts of a model."""
     gpus = range(module.device_count())
     return [gpu for gpu in gpus if gpu == gpu_id or module.memory_reserved(gpu)]
 

@@ -70,7 +70,7 @@ def eager_class(archive: ArchiveModules, model_file: str) -> Any:
 
 
 def _replace(model: torch.nn.Module, state: dict[str, Any]) -> None:
-    """Give the model's tensors the memory of the file's; copy the values where a tensor shares its memory.
+    """Give the model's tensors the memory of the file's tensors; copy values if a tensor shares its memory.
 
     The tensors stay the same objects: the class may hold them by more names than `state_dict` knows.
     """
@@ -85,7 +85,7 @@ def _replace(model: torch.nn.Module, state: dict[str, Any]) -> None:
 
 
 def _copy(tensor: torch.Tensor, values: torch.Tensor) -> None:
-    """Copy the values; write repeated elements of an expanded tensor once, as torch refuses to write them."""
+    """Copy the values; write repeated elements of an expanded tensor once, as torch refuses to write all."""
     once, given = tensor, values
     for dimension, stride in enumerate(tensor.stride() if tensor.layout is torch.strided else ()):
         if stride == 0 and tensor.numel():
@@ -99,8 +99,8 @@ def _copy(tensor: torch.Tensor, values: torch.Tensor) -> None:
 def _may_replace(model: torch.nn.Module, state: dict[str, Any]) -> bool:
     """Return whether the model can take the file's tensors one by one.
 
-    Otherwise torch loads and converts them: if they differ from the model's, or if the class has code of its
-    own for loading, such as to rename keys.
+    If not, torch has to load and convert them, because they differ from the model's tensors, or because the
+    class has its own code for loading, for example to rename keys.
     """
     if not all(map(_loads_plainly, model.modules())):
         return False
@@ -108,15 +108,15 @@ def _may_replace(model: torch.nn.Module, state: dict[str, Any]) -> bool:
     if own.keys() != state.keys() or not all(_is_alike(own[name], state[name]) for name in own):
         return False
     held = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
-    return all(id(tensor) in held for tensor in own.values())  # otherwise made only for the state dict
+    return all(id(tensor) in held for tensor in own.values())  # others exist only in the state dict
 
 
 def _is_alone(tensor: torch.Tensor) -> bool:
-    """Return whether no other tensor shares its memory: a view, if there is one, needs the values copied."""
+    """Return whether no other tensor shares this one's memory; a view would need the values copied."""
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided:
         return False
     try:
-        # An array's memory, which NumPy may share, can't be resized.
+        # The memory of a NumPy array, which NumPy may share, can't be resized.
         return _owners(tensor) == _owners(torch.empty(1)) and tensor.untyped_storage().resizable()
     except (AttributeError, RuntimeError):  # torch's count is private; without it, values are copied
         return False

@@ -116,7 +116,7 @@ def _made_without_weights(archive: ArchiveModules, model_file: str) -> torch.nn.
 
 
 def _is_alike(model: torch.nn.Module, weights: Weights) -> bool:
-    """Return whether the weights match the model's, so that its class need not load them."""
+    """Return whether the weights match the model's parameters, so that its class need not load them."""
     own = {name: (tensor.shape, tensor.dtype) for name, tensor in model.state_dict().items()}
     return own == weights.shapes()
 

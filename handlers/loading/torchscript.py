@@ -32,7 +32,7 @@ def load_torchscript(
 ) -> torch.jit.ScriptModule:
     """Load a module saved with `torch.jit.save`, in eval mode, its parameters without gradients.
 
-    Thread-safe; loads in one process run one after the other. Several threads may call the module at once.
+    Thread-safe: a process loads one module at a time. Several threads may call the module at once.
 
     Args:
         path: the file.

@@ -87,7 +87,7 @@ def wants_aot_compile(config: dict[str, Any]) -> bool:
 # gives versions with the same weights one file. If a handler could write to that file, its folder
 # has a copy instead, and loaders map the file beside the folder.
 
-WORTH_MAPPING_BYTES = 1 << 20  # a smaller file is copied in less than a millisecond
+WORTH_MAPPING_BYTES = 1 << 20  # copying a smaller file takes less than a millisecond
 
 
 def shared_file(path: str) -> str:

@@ -47,7 +47,7 @@ code_dir = f"{model_dir}/code"
 
 
 class Environment:
-    """The values of the container's variables when it is made, under the toolkit's names."""
+    """The container's variables under the toolkit's names, with their values when the object is made."""
 
     def __init__(self) -> None:
         get = os.environ.get
@@ -76,7 +76,7 @@ class UnsupportedFormatError(Exception):
 
 
 class ModelLoadError(Exception):
-    """The model file is not TorchScript, and the script has no `model_fn`."""
+    """The model can't be loaded: its file is not TorchScript, and the script has no `model_fn`."""
 
 
 class BaseInferenceToolkitError(Exception):
@@ -90,7 +90,7 @@ class BaseInferenceToolkitError(Exception):
 
 
 class GenericInferenceToolkitError(BaseInferenceToolkitError):
-    """The toolkit's generic error, for failures without an error class of their own."""
+    """The toolkit's generic error, for failures that have no class of their own."""
 
     def __init__(self, status_code: int, message: str | None = None, phrase: str | None = None) -> None:
         message = message or "Invalid Request"
@@ -158,7 +158,7 @@ def _array_to_json(array_like: Any) -> str:
 
 def _array_to_npy(array_like: Any) -> bytes:
     buffer = io.BytesIO()
-    np.save(buffer, array_like)  # pickles a dictionary, as the toolkit does; only the client reads it
+    np.save(buffer, array_like)  # like the toolkit, it pickles a dictionary; only the client reads that
     return buffer.getvalue()
 
 
@@ -207,7 +207,7 @@ def read_file(path: str, mode: str = "r") -> Any:
 
 
 def write_file(path: str, data: Any, mode: str = "w") -> None:
-    """Write text to a file, or bytes for the mode `wb`."""
+    """Write text to a file, or bytes if the mode is `wb`."""
     with Path(path).open(mode) as file:
         file.write(data)
 

@@ -30,7 +30,7 @@ DEFAULT_MODEL_FILENAME = "model.pt"
 
 
 class DefaultInferenceHandler:
-    """The functions for a script that does not define them; frameworks derive from it."""
+    """The functions for a script that does not define them; frameworks subclass it."""
 
     def default_model_fn(self, model_dir: str, context: Context | None = None) -> Any:
         """Refuse to load a model: this class knows no framework."""
@@ -95,7 +95,7 @@ class DefaultPytorchInferenceHandler(DefaultInferenceHandler):
         """
         array = toolkit.decode(input_data, content_type)
         is_text = toolkit.plain_type(content_type) in toolkit.UTF8_TYPES
-        # `torch.FloatTensor` takes a single number for a size, and returns uninitialised memory.
+        # Not `torch.FloatTensor`, which takes a single number for a size and returns uninitialised memory.
         tensor = torch.as_tensor(array, dtype=torch.float32) if is_text else torch.from_numpy(array)
         return tensor.to(_device(context))
 
@@ -200,7 +200,7 @@ class Transformer:
         try:
             body = _body(row.get("body"), content_type)
             result = self._call(self._transform, self._model, body, content_type, accept)
-            if isinstance(result, tuple):  # the response and its content type
+            if isinstance(result, tuple):  # (response, content type)
                 result, accept = result[:2]
             context.set_response_content_type(index, accept)
         except Exception as err:  # the script may raise and return anything
@@ -233,13 +233,13 @@ class Transformer:
 
 
 class DefaultHandlerService:
-    """The handler around a transformer; without arguments it knows no framework."""
+    """The handler around a transformer; the default transformer knows no framework."""
 
     def __init__(self, transformer: Transformer | None = None) -> None:
         self._service = transformer or Transformer()
 
     def initialize(self, context: Context) -> None:
-        """Import the script and load the model; raises their exceptions."""
+        """Import the script and load the model; their exceptions are raised unchanged."""
         self._service.validate_and_initialize(str(context.system_properties["model_dir"]), context)
 
     def handle(self, data: list[dict[str, Any]], context: Context) -> list[Any]:

@@ -283,7 +283,7 @@ def _is_array(value: object) -> bool:
 
 
 def _is_torch(value: object) -> bool:
-    torch = sys.modules.get("torch")  # a process that has not imported torch has no tensors
+    torch = sys.modules.get("torch")  # without the import of torch there are no tensors
     return torch is not None and isinstance(value, torch.Tensor)
 
 

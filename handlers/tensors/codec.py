@@ -237,7 +237,7 @@ _FLOAT64 = np.dtype("<f8")
 # The names of numbers that JSON lacks, as proto3's JSON mapping writes them.
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 _MARKS = {b"-Infinity": b"\x01", b"Infinity": b"\x02", b"NaN": b"\x03"}  # bytes that JSON can't contain
-# A string without an end reaches to the end of the body: it must not be searched again from its next quote.
+# An unterminated string matches to the end of the body; else the search would begin again at its next quote.
 _TEXT_OR_NAME = re.compile(rb'("(?:[^"\\]+|\\.)*"?)|-?Infinity|NaN')
 # Limit on the quotes, on the escapes, and on the names if strings may hold some: with more of them, it takes
 # milliseconds to tell the names of numbers from strings.
@@ -247,7 +247,7 @@ NO_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 def quoted_non_finite(text: bytes | memoryview) -> bytes | None:
-    """Return a JSON text with `NaN`, `Infinity` and `-Infinity` as strings; None if it has none of them.
+    """Return the JSON text with `NaN`, `Infinity` and `-Infinity` as strings; None if it contains none.
 
     Python and Triton write these numbers without quotes, and parsers of strict JSON refuse them. A text that
     exceeds a limit (`_MAX_FOUND`) also gives None; long tensors have few quotes.
@@ -327,7 +327,7 @@ def array_from_elements(flat: list[Any], datatype: Datatype, name: str, first: i
 
 
 def wrong_type(found: str, datatype: Datatype, name: str, place: int) -> TensorError:
-    """Return the error for an element whose JSON type is not one of the datatype's."""
+    """Return the error for an element whose JSON type the datatype does not accept."""
     return TensorError(f"{name}[{place}]", found, f"{_ALLOWED[_kind(datatype)][1]} for {datatype.name}")
 
 

@@ -1,7 +1,7 @@
-"""Tensors of the Open Inference Protocol for handlers that read and write its JSON: those behind an envelope.
+"""Open Inference Protocol tensors for handlers behind an envelope, which read and write the protocol's JSON.
 
-A client may send tensors as bytes, or over gRPC, where TorchServe's envelopes read JSON. So the tensors of
-such a request become that JSON before the handler runs, and the JSON of its answer becomes tensors.
+A client may send tensors as bytes or over gRPC, but TorchServe's envelopes read JSON. So the tensors of such
+a request are converted to JSON before the handler runs, and the JSON of its answer to tensors.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Converts the JSON text of a long list to the bytes of a tensor, without an object for each list in it.
+"""Converts the JSON text of a long list to the bytes of a tensor, without an object for each inner list.
 
 Decoding a text of 6.5 MB at once makes up to two million lists and holds the GIL for 0.3 seconds. Here numpy,
 which releases the GIL, finds the elements, and `SLICE_ELEMENTS` of them are decoded at a time.
@@ -57,7 +57,7 @@ class ListText:
 
     @property
     def count(self) -> int:
-        """The number of outermost elements."""
+        """The number of elements of the outermost list."""
         return 0 if len(self._codes) == 2 else len(self._level(1)[0]) - 1
 
     @property

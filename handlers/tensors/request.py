@@ -48,7 +48,7 @@ _JSON_BEGINS = (b"[", b"{", b" ", b"\t", b"\r", b"\n")
 _NUMBER = re.compile(rb"[-+.0-9][-+.0-9eE]*[ \t\r\n]*|-?Infinity|NaN")
 _NUMBER_BYTES = 4
 _PRINTABLE = bytes(range(32, 127)) + b"\t\r\n"
-_ENCODED = (str, bytes, bytearray)  # types of a value that was not decoded
+_ENCODED = (str, bytes, bytearray)  # types of values that are still encoded
 _MAX_DEPTH = 64  # of nested lists, because torch has no more dimensions
 
 
@@ -362,7 +362,7 @@ def grouped(
 
 
 def _parts(items: Sequence[tuple[int, list[Any]]], most_rows: int) -> list[list[tuple[int, list[Any]]]]:
-    """Split requests into lists of at most `most_rows` rows each."""
+    """Split requests into lists that have at most `most_rows` rows each."""
     parts: list[list[tuple[int, list[Any]]]] = [[]]
     rows = 0
     for item in items:

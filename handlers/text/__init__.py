@@ -222,7 +222,7 @@ def _load_vocabulary(path: Path) -> Mapping[str, int]:
 
 
 class _WithUnknown(dict[str, int]):
-    """A vocabulary that gives the index of `<unk>` for unknown words."""
+    """A vocabulary in which unknown words have the index of `<unk>`."""
 
     def __missing__(self, token: str) -> int:
         return self[UNKNOWN]
@@ -239,7 +239,7 @@ class TextClassifier(TextHandler):
 
     @timed
     def preprocess(self, data: Any) -> Any:
-        """Clean the text up and look its words and word pairs up in the vocabulary.
+        """Clean the text, and look up its words and word pairs in the vocabulary.
 
         Returns:
             Their indices [n], int64 on the handler's device, and the words.

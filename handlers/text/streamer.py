@@ -65,7 +65,7 @@ class TextIteratorStreamerBatch:
         self._tokenizer = tokenizer
         self._options = decode_kwargs
         self._skip_prompt = skip_prompt
-        self._generating = threading.local()  # `batch`: the one that takes this thread's tokens
+        self._generating = threading.local()  # its `batch` takes the tokens of this thread
         self._begun: queue.Queue[_Batch] = queue.Queue()  # batches that are not read yet
         self._reading: _Batch | None = None
         self._is_iterated = False  # an iteration has begun, and has not reached the end of its batch
@@ -155,7 +155,7 @@ class _Batch:
         self.rows = rows
         self.skips_next = skips_next
         self.texts: queue.Queue[list[dict[str, str]] | None] = queue.Queue()  # None: the end
-        self.is_over = False  # takes no further tokens
+        self.is_over = False  # whether it takes no more tokens
         self.is_given_up = False
 
 

@@ -58,7 +58,7 @@ class SequenceClassifier(TransformerHandler):
 
 
 class TextEmbedding(TransformerHandler):
-    """Answers a text with its embedding, a list of numbers; a list of texts with a list of embeddings.
+    """Answers a text with its embedding (a list of numbers), and a list of texts with a list of embeddings.
 
     The model's inputs are those of `TransformerHandler`. Its first result is [texts, tokens, size], which is
     pooled over the tokens (by default the mean) and normalized to length one, or [texts, size], which is only
@@ -79,7 +79,7 @@ class TextEmbedding(TransformerHandler):
     output = "embedding"
 
     def result_of(self, output: Any, mask: torch.Tensor) -> torch.Tensor:
-        """Pool and normalize; raises RuntimeError for a shape that embeddings do not have."""
+        """Pool and normalize the output; raise RuntimeError if its shape is not that of embeddings."""
         found = flattened(output)[0].float()
         if found.dim() == 3:
             found = self._pooled(found, mask.to(found.device))

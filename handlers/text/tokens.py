@@ -187,7 +187,7 @@ class TransformerHandler(BaseHandler):
         )
 
     def checked(self, settings: dict[str, Any]) -> dict[str, Any]:
-        """Return the settings; raise ValueError for a value that is wrong."""
+        """Return the settings; raise ValueError if one has a wrong value."""
         key, words = self.choice or ("", ())
         if words and settings[key] not in words:
             raise wrong_setting(f"{self.section}.{key}", settings[key], f"one of {', '.join(words)}")

@@ -1,4 +1,4 @@
-"""Resolves `import ts...` to torchere's classes, without TorchServe, and SageMaker's toolkit likewise.
+"""Resolves `import ts...` to torchere's classes, without TorchServe; likewise imports of SageMaker's toolkit.
 
 Handlers written for TorchServe import from `ts`. After `install()` those imports resolve as in the table
 `ALIASES`. Modules in `NOT_SHIPPED` raise an ImportError with the reason, instead of "No module named".
@@ -191,7 +191,7 @@ class _AliasImporter(Loader):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return a spec for a module of the table; the parameters are the import system's.
+        """Return a spec for a module of the table; the import system sets the parameters.
 
         Raises:
             ImportError: the module is one of TorchServe's that torchere does not have.

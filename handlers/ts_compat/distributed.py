@@ -18,7 +18,7 @@ PIPPY_REMEDY = (
 
 
 class BasePippyHandler(BaseHandler):
-    """A handler that knows its rank; rank and number of ranks are those of the worker's group."""
+    """A handler that knows its rank and the number of ranks in the worker's group."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -27,7 +27,7 @@ class BasePippyHandler(BaseHandler):
         initialize_rpc_workers(self.local_rank, self.world_size)
 
     def initialize(self, context: Context) -> None:
-        """Set the device only; a subclass loads the model, as in TorchServe."""
+        """Set only the device; as in TorchServe, a subclass loads the model."""
         self._torchere_configure(context)
 
 

@@ -112,7 +112,7 @@ class Metric:
         labels = ",".join(f"{item.name}:{item.value}" for item in self.dimensions)
         request = f",{self.request_id}" if self.request_id else ""
         host = f"#hostname:{socket.gethostname()},{int(time.time())}{request}"
-        value = str(self.value).removesuffix(".0")  # TorchServe writes a whole number as the handler gave it
+        value = str(self.value).removesuffix(".0")  # an int of the handler is a float here
         return f"{self.name}.{self.unit}:{value}|#{labels}|{host}"
 
     @classmethod
@@ -212,7 +212,7 @@ class MetricsCacheYamlImpl(MetricsCache):
             raise MetricsCacheIOError(f"Error reading file {config_file_path}: {err}") from err
 
     def initialize_cache(self) -> None:
-        """Declare the metrics of the configuration.
+        """Declare the metrics that the configuration lists.
 
         Raises:
             MetricsCacheKeyError, MetricsCacheValueError: the section is missing, empty or invalid.

@@ -38,7 +38,7 @@ dimension = [Dimension("Level", "Host")]
 
 
 def cpu_utilization() -> None:
-    """Sample the utilisation of the cores."""
+    """Sample how busy the CPU cores are."""
     system_metrics.append(Metric("CPUUtilization", psutil.cpu_percent(), "percent", dimension))
 
 
@@ -75,7 +75,7 @@ def disk_available() -> None:
 
 
 def gpu_utilization(num_of_gpu: int) -> None:
-    """Sample NVIDIA's GPUs with `nvidia-smi`: nothing if it is missing, else the values that it reports."""
+    """Sample NVIDIA GPUs with `nvidia-smi`, as far as it reports values; without it, sample nothing."""
     program = shutil.which("nvidia-smi")
     if num_of_gpu <= 0 or program is None:
         return

@@ -186,7 +186,7 @@ def _kind(value: object, err: Exception) -> str:
         enveloped = "instances" in value or "inputs" in value
         found = f"a JSON object with {fields_of(value)}, and no image"
         return f"{found} (service_envelope in config.properties unwraps it)" if enveloped else found
-    why = f" ({err})" if isinstance(value, list) else ""  # for a list, torch names the wrong dimension
+    why = f" ({err})" if isinstance(value, list) else ""  # torch's error tells what is wrong with a list
     return f"a {type(value).__name__} that is not an image{why}"
 
 

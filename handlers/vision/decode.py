@@ -38,10 +38,10 @@ _PIXEL_BYTES = 4  # of an RGB image in Pillow; images of fewer bands are convert
 # Bytes per pixel and band that a decoder holds in addition to the image: for JPEG the coefficients of several
 # scans, for WebP two canvases and a frame. Measured at 12 megapixels with Pillow 13.
 _WORK_BYTES = {"JPEG": 2, "MPO": 2, "TIFF": 2, "QOI": 1, "AVIF": 2, "WEBP": 4, "JPEG2000": 5}
-# Bytes per pixel for decoders that loop over all pixels in Python, which takes a second for 16 million. DDS
-# takes a second for one million; its number stands for that time, not for memory.
+# Bytes per pixel for decoders that loop over all pixels in Python: 16 million pixels take a second. DDS takes
+# a second for one million; its number stands for that time, not for memory.
 _SLOW_PIXEL_BYTES = {"fits_gzip": 64, "bmp_rle": 32, "dds_rgb": 512}
-# Formats that contain other image files, with sizes of their own. JPEG 2000 takes the most bytes per pixel.
+# Formats that contain other image files, each with its own size. JPEG 2000 takes the most bytes per pixel.
 _CONTAINERS = frozenset({"ICNS", "ICO", "BLP"})
 _MAX_PIXEL_BYTES = 24
 
@@ -91,7 +91,7 @@ def decode_image(data: bytes | bytearray | str, limits: ImageLimits | None = Non
     try:
         with _bounded_parts(image, limits):
             image.load()
-    except Image.DecompressionBombError as err:  # icons hold images with a size of their own
+    except Image.DecompressionBombError as err:  # the images inside an icon have their own sizes
         raise _too_large(str(err)) from err
     except _BROKEN as err:
         raise bad_request(
@@ -104,7 +104,7 @@ def decode_image(data: bytes | bytearray | str, limits: ImageLimits | None = Non
 def _open(raw: bytes, limits: ImageLimits) -> Image.Image:
     try:
         image = Image.open(io.BytesIO(raw), formats=_formats())
-        decoded_bytes = _decoded_bytes(image)  # fails for a mode that Pillow does not know
+        decoded_bytes = _decoded_bytes(image)  # raises an error for a mode that Pillow does not know
     except Image.DecompressionBombError as err:
         raise _too_large(str(err)) from err
     except _BROKEN as err:
@@ -124,7 +124,7 @@ def _open(raw: bytes, limits: ImageLimits) -> Image.Image:
 
 
 def _decoded_bytes(image: Image.Image) -> int:
-    """Estimate the memory that decoding takes at its peak, from the header."""
+    """Estimate from the header the peak memory of decoding."""
     work_bytes = _WORK_BYTES.get(image.format or "", 0) * len(image.getbands())
     slow_bytes = max((_SLOW_PIXEL_BYTES.get(tile[0], 0) for tile in getattr(image, "tile", ())), default=0)
     return image.width * image.height * max(slow_bytes, _PIXEL_BYTES + work_bytes)

@@ -79,7 +79,7 @@ class ImageSegmenter(VisionHandler):
 
     @timed
     def postprocess(self, data: Any) -> Any:
-        """Return the most probable class of each pixel by softmax, and its probability."""
+        """Return the most probable class of each pixel and its probability, by softmax."""
         best = torch.softmax(data["out"], dim=1).max(dim=1)
         return torch.stack([best.indices.to(best.values.dtype), best.values], dim=3).tolist()
 
@@ -92,7 +92,7 @@ class ObjectDetector(VisionHandler):
 
     A class named "score" is reported under its index, because that key holds the score.
 
-    The model is called like torchvision's detectors and returns the same: for each image `boxes`, `labels`
+    The model has the interface of torchvision's detectors: it returns for each image `boxes`, `labels`
     and `scores`. Images are scaled to 0 ... 1 and neither resized nor normalised.
     """
 

@@ -79,7 +79,7 @@ class ImageTransform:
     crop: int | None = 224  # side of the square, in pixels
     mean: tuple[float, ...] = (0.485, 0.456, 0.406)
     std: tuple[float, ...] = (0.229, 0.224, 0.225)
-    max_decoded_bytes: float | None = DEFAULT_MAX_DECODED_BYTES  # checked only without `crop`; None: no limit
+    max_decoded_bytes: float | None = DEFAULT_MAX_DECODED_BYTES  # applies only without `crop`; None: no limit
 
     def __call__(self, image: Image.Image) -> torch.Tensor:
         """Return the tensor of an image.
