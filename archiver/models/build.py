@@ -185,7 +185,7 @@ class _Job:
 
     @property
     def file(self) -> Path | None:
-        """The file of the original model: its weights, or else its class; None for a folder or a factory."""
+        """The file of the original model, which has its weights or class; None for a folder or a factory."""
         return self.model.source if self.model.source.is_file() else None
 
     @property
@@ -205,7 +205,7 @@ class _Job:
 
 
 def _as_served(trial: Trial) -> Run:
-    """Return TorchScript loaded anew, because probing has run it on shapes that a server does not begin with.
+    """Return the run as a server has it: TorchScript is loaded anew, because probing ran it on other shapes.
 
     An exported program that keeps state is copied, because it shares its buffers with the original.
     """
@@ -235,7 +235,7 @@ class _Compilation:
         sizes = sizes_of(self.options, names, example, default)
         if sizes != default:
             program = None  # to be exported again
-        # Check first, so that a model that is refused anyway is not compiled.
+        # Check before the model is compiled, which takes long, whether it is refused.
         lines: list[str] = []
         with step(self.say, "running the model"):
             tried = VARIATIONS if self._has_fixed_batch else VARIATIONS[:1]
@@ -287,12 +287,12 @@ class _Compilation:
     def _in_fp32(self, job: _Job) -> Trial | None:
         """Return the model packed without `quantize`, to measure the gain; None if it can't be made so.
 
-        With AOTInductor, TorchScript is measured instead, because it compiles in a second. But `auto` may
-        choose the model without `quantize`, so AOTInductor itself is measured then.
+        For the format AOTInductor, TorchScript is measured instead, because it compiles in a second; except
+        with `auto`, which may choose the model without `quantize`, so that AOTInductor itself is measured.
         """
         method, target = self.options.quantize, self.options.model_format
         if method == "int8-trained":
-            return None  # the original is int8 already, or simulates it
+            return None  # the original model is int8 already, or simulates int8
         quick = TORCHSCRIPT if target == AOTI and method != AUTO else None
         try:
             with step(self.say, "making fp32, to compare"):
@@ -436,7 +436,7 @@ class _Compilation:
         return replace(load, optimize_for_inference=gain.is_worthwhile)
 
     def _verified(self, job: _Job, trial: Trial, fp32: Trial | None) -> Trial:
-        """Return the trial with its report: outputs compared with the original's, times with fp32's."""
+        """Return the trial with its report: outputs are compared with the original, times with fp32."""
         module = job.model.module
         verifying = step(self.say, f"verifying ({trial.method})")
         with verifying, unchanged_buffers(module), job.samples.named(module):

@@ -15,8 +15,8 @@ from torchere.archiver.errors import EndedBySignal, ModelRefused, PackingError
 Say = Callable[[str], None]  # takes one line for the user; may be called from another thread
 T = TypeVar("T")
 _LIBRARIES = ("torch", "torchao", "transformers")  # their loggers
-_EVERY_S = 10.0  # between two lines about a loop
-_STILL_S = 30.0  # between two lines about a step that is still running
+_EVERY_S = 10.0  # time between two lines about a loop
+_STILL_S = 30.0  # time between two lines about a step that is still running
 
 
 def silent(_line: str) -> None:
@@ -98,7 +98,7 @@ def refusing(name: str, advice: str = "") -> Iterator[None]:
         yield
     except (PackingError, FileNotFoundError):
         raise
-    # Broad, because models are third-party code and may raise anything, and so may torch's tracers.
+    # All exceptions, because models, which are third-party code, and torch's tracers may raise any.
     except Exception as error:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()] or ["no text"]
         # TorchScript's interpreter gives the location first and the cause last.

@@ -12,7 +12,7 @@ from torchere.archiver.errors import ArchiveError
 
 
 class UnsafeModel(ValueError):
-    """Loading the model would run code or use files, or the file is damaged; one line says where and why."""
+    """Loading the model would run code or use files, or the file is damaged; its text says where and why."""
 
 
 @contextmanager

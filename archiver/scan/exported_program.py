@@ -2,8 +2,8 @@
 
 torch's loader trusts the file: it compiles and loads native code that lies beside the program, reads every
 file of one folder as a program, evaluates expressions of sizes, executes guards as Python, looks operators up
-by any dotted path below `torch`, and unpickles examples. A file from `torch.export.save` uses a small part of
-that, and this module accepts only that part (torch/export/pt2_archive/_package.py,
+by any dotted path below `torch`, and unpickles examples. A file from `torch.export.save` needs only a part of
+that, and this module accepts only this part (torch/export/pt2_archive/_package.py,
 torch/_export/serde/serialize.py).
 """
 
@@ -60,7 +60,7 @@ def check_program(file: BinaryIO, size: int, allow_pickle: bool = False) -> None
 def _check_records(archive: zipfile.ZipFile) -> frozenset[str]:
     """Check every record of the package; return the base names of those that are unpickled."""
     names = [info.orig_filename for info in archive.infolist()]
-    if OLD_PROGRAM in names:  # the format of torch before 2.8
+    if OLD_PROGRAM in names:  # a file in the format of torch before 2.8
         _refuse_others([name for name in names if name != OLD_PROGRAM and not _is_old_record(name)])
         check_graph(_json(archive, OLD_PROGRAM))
         return frozenset(name for name in names if _OLD_PICKLES.fullmatch(name))
@@ -165,7 +165,7 @@ def _check_target(target: Any) -> None:
 
 
 def _check_name(name: Any) -> None:
-    # Names of inputs and values are written into the Python source that torch makes of the graph.
+    # torch makes Python source of the graph, and writes the names of inputs and values into it.
     if name is not None and not _NAME.fullmatch(str(name)):
         _refuse("a name", name, "expected letters, digits, dots and underscores")
 
@@ -283,7 +283,7 @@ _CHECKS: dict[str, Callable[[Any], None]] = {
 
 
 def _with_exponents(tree: ast.AST) -> Iterator[tuple[ast.AST, float]]:
-    """Yield every node with the product of the exponents of the powers that enclose it, itself included.
+    """Yield every node with the product of the exponents of all powers that enclose it or that it is itself.
 
     The product is infinite when one of the exponents is not a known constant.
     """

@@ -76,7 +76,7 @@ def foreign_names_in(file: BinaryIO, size: int, also: frozenset[str] = frozenset
 
 
 def is_pickle(file: BinaryIO) -> bool:
-    """Return whether a file begins with a whole pickle, of any protocol."""
+    """Return whether a file begins with a complete pickle, of any protocol."""
     file.seek(0)
     try:
         return sum(1 for _ in pickletools.genops(file.read(MAX_PICKLE_BYTES))) > 1  # STOP alone is none
@@ -85,9 +85,9 @@ def is_pickle(file: BinaryIO) -> bool:
 
 
 def imported_names(data: bytes) -> list[str]:
-    """Return every `module.name` that unpickling imports; `UNKNOWN` for one that the opcodes do not show.
+    """Return every `module.name` that unpickling imports; `UNKNOWN` for a name that opcodes do not show.
 
-    torch's old format is five pickles, one after the other, and raw numbers after them.
+    A file in torch's old format has five pickles in a row, followed by raw numbers.
     """
     names: list[str] = []
     stream = io.BytesIO(data)

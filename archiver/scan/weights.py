@@ -53,7 +53,7 @@ class Weights:
 
 
 def classify(name: str, file: BinaryIO) -> Weights:
-    """Classify a file, of which at least the first `bytes_to_see` bytes must be present."""
+    """Classify a file by its first bytes; at least the first `bytes_to_see` bytes must be present."""
     file.seek(0)
     head = file.read(HEAD_BYTES)
     known = _known_by_head(name, head)
@@ -108,7 +108,7 @@ def _classify_records(name: str, found: list[tuple[str, int]], file: BinaryIO) -
     """
     records: dict[str, int] = {}
     has_folder = all(inner != OLD_PROGRAM for inner, _ in found)
-    for inner, size in found:  # an empty record does not hide another of its name
+    for inner, size in found:  # of records with one name, the largest counts
         record = inner.partition("/")[2] if has_folder else inner
         records[record] = max(size, records.get(record, 0))
     if records.keys() & {"archive_format", OLD_PROGRAM}:

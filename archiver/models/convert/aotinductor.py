@@ -28,9 +28,9 @@ from torchere.archiver.models.steps import Say, line_of
 # Two ways to multiply matrices in a program that AOTInductor compiles, and the choice of the faster one.
 #
 # In the plain build, each multiplication is a call of the BLAS library that torch was built with (MKL on
-# x86). Inductor's own C++ templates compile it into the package: weights lie in the order in which they are
-# read, and the operations after the multiplication (bias, GELU, a residual) are done before its result leaves
-# the cache. The faster way depends on the shapes and on the CPU, so both are compiled and measured.
+# x86). With Inductor's own C++ templates, multiplications are compiled into the package: weights lie in the
+# order in which they are read, and the operations that follow (bias, GELU, a residual) are done before the
+# result leaves the cache. The faster way depends on the shapes and on the CPU, so both are measured.
 
 # The number of parts into which a template splits a multiplication, and so the maximum number of threads:
 # each part runs on one thread. Inductor's default is the core count of this machine, which can differ from
@@ -62,7 +62,7 @@ class Timed:
     def templates_win(self) -> bool:
         """Whether the templates are faster on average, not slower at any size, and give the same outputs."""
         ratios = [plain / other for plain, other in zip(self.plain_ms, self.templates_ms, strict=True)]
-        if not ratios or not self.drift <= _MOST_DRIFT:  # the negation also rejects NaN
+        if not ratios or not self.drift <= _MOST_DRIFT:  # `not ... <=` also rejects NaN
             return False
         return min(ratios) >= _EQUAL and math.prod(ratios) ** (1 / len(ratios)) >= _GAIN
 
@@ -230,10 +230,10 @@ def _compile(program: ExportedProgram, path: Path, settings: dict[str, Any]) -> 
 def _unlimited_sizes() -> Iterator[None]:
     """Keep the compiler from limiting sizes to those that torch would compute in the example's way.
 
-    When torch compares a size of the example, it makes the outcome a condition on all inputs. For a
-    convolution it compares the batch with 16, and the compiler uses the outcome only to find the memory
+    When torch compares a size of the example with a number, the outcome becomes a condition on all inputs.
+    For a convolution it compares the batch with 16, and the compiler uses the outcome only to find the memory
     format of the output. For a sum it compares the length with 4096, to add long sums more precisely; the
-    code for either outcome takes all lengths. Not thread-safe.
+    code for either outcome accepts all lengths. Not thread-safe.
     """
     from torch._inductor.codegen.cpp import CppKernel  # noqa: PLC0415  # torch._inductor takes seconds
     from torch._inductor.virtualized import V  # noqa: PLC0415

@@ -61,7 +61,7 @@ def to_program(module: torch.nn.Module, example: Tensors, sizes: Sequence[FreeSi
 
 
 def refuse_attributes(module: torch.nn.Module, example: Tensors) -> None:
-    """Raise ModelRefused for an eager module that keeps state in attributes: an exported program can't do so.
+    """Raise ModelRefused for an eager module that keeps state in attributes; exported programs can't do so.
 
     Call it for the user's own module, because a graph made from it has the values as constants.
     """

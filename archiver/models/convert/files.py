@@ -151,7 +151,7 @@ def needed_isa(isa: str, program: torch.export.ExportedProgram) -> str:
 
 
 def changes_inputs(run: Run, example: Tensors) -> bool:
-    """Return whether a model writes into its input tensors."""
+    """Return whether a run of the model changes the tensors that it gets."""
     given = copies(example)
     with torch.no_grad():
         run(*given)
@@ -403,7 +403,7 @@ def _state_file(source: Source, options: BuildOptions, work: Path) -> Path | Non
 
 
 def default_sizes(source: Source) -> list[FreeSize]:
-    """Return the sizes that vary without an option: the exported program's, or the source's."""
+    """Return the sizes that vary without an option: those of the exported program, or of the source."""
     return list(source.sizes) if source.program is None else free_sizes(source.program)
 
 

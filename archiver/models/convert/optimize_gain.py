@@ -37,7 +37,7 @@ class Gain:
 
     plain_ms: Mapping[int, float]
     optimized_ms: Mapping[int, float]
-    drift: float  # of the optimised model's outputs from the original's
+    drift: float  # of the optimised model's outputs from the original outputs
 
     @property
     def is_worthwhile(self) -> bool:

@@ -76,9 +76,9 @@ def to_torchscript(
 def forget_stale_operators() -> None:
     """Remove stale entries from the table in which torch's compiler looks up operators.
 
-    The keys are the `id`s of operators. When a library adds an overload to an operator, as the import of
-    torch's int8 operators does, torch makes a new object, but the table keeps the `id` of the old one. If an
-    attribute of a module gets this `id`, the compiler takes it for the operator, and refuses the module.
+    The keys are the `id`s of operator objects. When a library adds an overload to an operator, as the import
+    of torch's int8 operators does, torch makes a new object, but the table keeps the `id` of the old one. If
+    an attribute of a module gets this `id`, the compiler takes it for the operator, and refuses the module.
     """
     table: dict[int, str] = getattr(getattr(torch.jit, "_builtins", None), "_builtin_table", None) or {}
     for key, name in list(table.items()):
@@ -111,7 +111,7 @@ class _NormalisedRows(OperatorWatch):
         if "batch_norm" in func.name() and args[0].dim() != 2 and hasattr(args[0], "is_of_linear_layer"):
             self.only_rows = False
         result = func(*args, **(kwargs or {}))
-        # Freezing removes `detach`, and then folds the normalisation into the layer before it.
+        # Freezing removes `detach`, and then folds a normalisation after it into the linear layer.
         if func.name() == "aten::linear" or (
             func.name() == "aten::detach" and hasattr(args[0], "is_of_linear_layer")
         ):
@@ -200,7 +200,7 @@ AS_PYTHON = (
     "--handler of your own that loads them from --extra-files"
 )
 _BAKED = "We can't record the data flow of Python values"  # torch's warning for a value read from a tensor
-# Code of torch and of the archiver is made for tracing; `_refuse_other_answers` finds errors in it.
+# Code of torch and of the archiver is made for tracing; `_refuse_other_answers` finds errors of such code.
 _MADE_FOR_IT = (Path(torch.__file__).parent, Path(__file__).parents[2])
 _WAYS_OUT = "--script keeps branches and loops, and --format export refuses those it can't keep"
 
@@ -295,7 +295,7 @@ def _plain_encoders(module: torch.nn.Module) -> Iterator[None]:
 
 
 def _is_plain(result: Any) -> bool:
-    """Return whether TorchScript has a type for the result."""
+    """Return whether TorchScript has a type for the result of a model."""
     if isinstance(result, dict):
         return all(isinstance(item, torch.Tensor) for item in result.values())
     if isinstance(result, (tuple, list)):

@@ -164,7 +164,7 @@ def attend(
         The result in the shape of `query`, and the weights, [batch, heads, length, keys], without the batch
         dimension if `query` has none. Without `need_weights`, the second tensor is meaningless.
     """
-    length = -3 if batch_first or query.dim() == 2 else 0  # the length dimension after heads are split off
+    length = -3 if batch_first or query.dim() == 2 else 0  # dimension of the length, with heads split off
     q = torch.unflatten(query, -1, (heads, -1)).movedim(length, -2)
     k = torch.unflatten(key, -1, (heads, -1)).movedim(length, -2)
     v = torch.unflatten(value, -1, (heads, -1)).movedim(length, -2)
@@ -214,9 +214,9 @@ def without_padding(
     Return the states unchanged if there is a mask, or if they have no batch dimension. A position is padding
     if its value is true or not 0.
 
-    For a single row, `nn.TransformerEncoder` does the same, because it uses a nested tensor, which leaves the
-    padding out. For a batch, it does so only if all rows have their padding at the end, so a row's result
-    would depend on the other rows.
+    For a single row, `nn.TransformerEncoder` does the same by a nested tensor, which leaves the padding out.
+    For a batch, it does so only if every row has its padding at the end; so the result of a row would depend
+    on the other rows.
     """
     if padding is None or padding.dim() != 2 or mask is not None:
         return states

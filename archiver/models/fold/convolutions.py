@@ -210,7 +210,7 @@ _ORDER = ("input", "weight", *_DEFAULTS)
 
 
 def lift_functional_convolutions(graph: fx.GraphModule) -> int:
-    """Turn each `F.conv2d` call whose weight is a parameter into a layer; return the count.
+    """Turn each `F.conv2d` call whose weight is a parameter into a layer; return the number of new layers.
 
     A call whose bias or settings are computed is not replaced.
     """
@@ -359,7 +359,7 @@ def _padded(layer: Any, paddings: Sequence[tuple[int, int]]) -> nn.Module | None
     return made
 
 
-# `padding="same"` and `"valid"` become numbers, which int8 convolutions need.
+# The paddings "same" and "valid" are replaced by numbers, because int8 convolutions take only numbers.
 
 _PLAIN = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
@@ -383,7 +383,7 @@ def _number_paddings(graph: fx.GraphModule) -> None:
 
 
 def _ends(layer: Any, axis: int) -> tuple[int, int]:
-    """Return the padding before and after an axis, as torch computes it: the larger half is after."""
+    """Return the padding before and after an axis, as torch computes it: the larger half comes after."""
     if layer.padding == "valid":
         return 0, 0
     total = _by_axis(layer, layer.dilation)[axis] * (layer.kernel_size[axis] - 1)
@@ -400,10 +400,10 @@ _NORMALISATIONS: dict[type[nn.Module], type[nn.Module]] = {
 
 
 def fold_normalisations(graph: fx.GraphModule, example: Tensors) -> int:
-    """Fold each batch normalisation that is the only reader of a convolution or linear layer, and count them.
+    """Fold each batch normalisation that is the only reader of a convolution or linear layer; count them.
 
     A linear layer computes the last dimension of its output, and the normalisation scales dimension 1, so the
-    two are folded only if the output has two dimensions. The graph is run on the example to count them.
+    two are folded only if the output has two dimensions, which a run of the graph on the example shows.
     """
     nodes = [node for node in graph.graph.nodes if _is_followed(graph, node)]
     linear = [node for node in nodes if isinstance(module_at(graph, node), nn.Linear)]

@@ -1,7 +1,7 @@
 """Tracing of a model as a graph of operations, before layers are folded or quantised.
 
-Passes over a graph treat each node as a separate value. They would delete a change in place, such as
-`y.clamp_(0, 1)`, whose result no node reads, and quantise the value before the change. So here the nodes
+Passes over a graph treat each node as a separate value. If no node reads the result of a change in place,
+such as `y.clamp_(0, 1)`, they would delete the change, and quantise the value before it. So here the nodes
 after a change are made to read its result.
 """
 
@@ -48,7 +48,7 @@ def not_traceable(module: nn.Module, reason: str, mend: str = NO_BRANCH) -> NotT
 
 
 def traced(module: nn.Module, example: Tensors) -> fx.GraphModule:
-    """Trace the module, whose class may be replaced, with as many inputs as the example has.
+    """Trace the module with as many inputs as the example has; the module's class may be replaced meanwhile.
 
     Raises:
         NotTraceable: the forward can't be traced, or changes a tensor in place in a way that a graph loses;
@@ -149,7 +149,7 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 
 def _overlap(some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
-    """Return whether two tensors share an element; if their dtypes differ, whether they share a storage."""
+    """Return whether one of `some` and one of `others` share an element, or, if dtypes differ, a storage."""
     for one, other in itertools.product(some, others):
         if one.untyped_storage()._cdata != other.untyped_storage()._cdata:
             continue

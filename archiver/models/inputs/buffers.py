@@ -139,7 +139,7 @@ def _held(part: torch.nn.Module) -> Iterator[tuple[str, Any]]:
 def _by_name(
     module: torch.nn.Module, held: Callable[[torch.nn.Module], Iterable[tuple[str, Any]]]
 ) -> dict[str, Any]:
-    """Return the values that `held` returns for the module and its submodules, by their full names."""
+    """Return the values that `held` yields for the module and for each submodule, by their full names."""
     return {
         f"{prefix}.{name}" if prefix else name: value
         for prefix, part in module.named_modules()
@@ -204,7 +204,7 @@ def _outside_state(part: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     for name in part._non_persistent_buffers_set:
         if (buffer := part._buffers.get(name)) is not None:
             yield name, buffer
-    if part._forward_pre_hooks:  # such as weight_norm's, which computes the weight before each run
+    if part._forward_pre_hooks:  # such as that of weight_norm, which computes the weight before each run
         return
     for name, value in _attributes(part, object):
         yield from _within(name, value)
@@ -221,7 +221,7 @@ def _within(name: str, value: object) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _nested(name: str, value: object, depth: int = 2) -> Iterator[tuple[str, object]]:
-    """Yield the value and its items, also in lists of tuples; the depth is limited for cyclic lists."""
+    """Yield the value and its items, also nested ones; the depth is limited, because lists may be cyclic."""
     yield name, value
     if depth and isinstance(value, (list, tuple, dict)):
         items = value.items() if isinstance(value, dict) else enumerate(value)

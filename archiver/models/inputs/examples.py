@@ -72,7 +72,7 @@ def read_example(path: Path, *, doubles: bool = False, prepare: Prepare | None =
     - JSON: a request of the Open Inference Protocol, an object of names and nested lists, or one nested list
       (numbers with a decimal point become FP32, others INT64).
     - `.pt`: a tensor, or a tuple, list or dict of tensors; read with the weights-only unpickler.
-    - `.npy`, `.npz`; FP64, which is NumPy's default, becomes FP32.
+    - `.npy`, `.npz`: arrays; FP64, which is NumPy's default, becomes FP32.
     - Any other file is the body of a request, which `prepare` turns into the model's inputs. Where the
       handler prepares nothing, a picture becomes FP32 [1, 3, height, width] with values from 0 to 1.
 

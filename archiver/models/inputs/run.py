@@ -87,8 +87,8 @@ def run_of_session(session: Any) -> Callable[..., Tensors]:
 def tensor_of_result(array: Any) -> torch.Tensor:
     """Return an array of onnxruntime as a tensor that shares its memory.
 
-    The UINT64 of onnxruntime is NumPy's `ulonglong`, which torch does not accept as `uint64`, though both
-    have 8 bytes. A view with the dtype `<u8` has the type that torch knows.
+    For UINT64 onnxruntime returns NumPy's `ulonglong`, which torch does not accept as `uint64`, though both
+    have 8 bytes. A view with the dtype `<u8` has the type that torch accepts.
     """
     return torch.from_numpy(array.view(array.dtype.str))
 

@@ -19,7 +19,7 @@ _MULTIPLES = re.compile(r"([0-9]+)\*[a-z_]+")
 _SPEC = re.compile(r"(.+)[:.]([0-9]+)=([^=]+)")
 BATCH = "batch"
 TOKENS, DECODER_TOKENS = "tokens", "decoder_tokens"  # lengths that vary by default for a Hugging Face folder
-_FAR = 16  # sizes are tried up to this multiple of the example's, or up to `_FAR_SIZE`
+_FAR = 16  # sizes are tried up to this multiple of the example's size, or up to `_FAR_SIZE`
 _FAR_SIZE = 1024
 _MOST_ROWS = 64  # limit on the rows of a batch at which models are compared
 _MOST_VALUES = 2**24  # limit on the elements of all inputs together in one trial
@@ -83,7 +83,7 @@ class FreeSize:
         return [size for size in dict.fromkeys(ends) if size != now]
 
     def sizes_to_try(self, example: Tensors) -> list[int]:
-        """Return a size near the example's, and the sizes of `far_sizes`; without the example's size."""
+        """Return a size near the example's size and the sizes of `far_sizes`, but not the example's size."""
         found = dict.fromkeys([self.other_size(example), *self.far_sizes(example)])
         return [size for size in found if size != self.size_in(example)]
 

@@ -1,4 +1,4 @@
-"""Loads model folders of Hugging Face, with config.json and weights, by transformers.
+"""Loads Hugging Face model folders (config.json and weights) with transformers.
 
 Nothing is downloaded and no Python in the folder is run. transformers is not needed to serve the result.
 """
@@ -36,7 +36,7 @@ _Places = tuple[tuple[int, int], ...]  # see `FreeSize`
 
 
 def is_model_folder(path: Path) -> bool:
-    """Return whether the folder is a Hugging Face model: it has a `config.json` or an adapter's."""
+    """Return whether the folder is a Hugging Face model: it has a model's or an adapter's configuration."""
     return (path / "config.json").is_file() or (path / _ADAPTER).is_file()
 
 
@@ -360,9 +360,9 @@ def _architecture(path: Path) -> str:
 def _tokenizer_inputs(path: Path) -> frozenset[str] | None:
     """Return the inputs that the folder's tokenizer makes; None if the folder does not say.
 
-    The tokenizer's configuration names them, or else its class. The class is used only for configurations of
-    transformers 5, which name a `backend`: in older versions the defaults of some classes had token types,
-    and clients of an older folder may send these. No tokenizer is loaded.
+    The tokenizer's configuration names the inputs, or else the tokenizer's class does. The class is used only
+    for configurations of transformers 5, which name a `backend`: in older versions the defaults of some
+    classes had token types, and clients of an older folder may send these. No tokenizer is loaded.
     """
     names = _member(path / _TOKENIZER, _MADE)
     if names is None and _member(path / _TOKENIZER, "backend") is not None:

@@ -142,7 +142,7 @@ def _made(maker: Any, doing: str, given: HyperParameters | None) -> Any:
 
 @contextmanager
 def _running(doing: str, advice: str) -> Iterator[None]:
-    """Run the user's code in the block as the step `doing` (see `refusing`); refuse a `sys.exit` in it."""
+    """Run the block, which calls the user's code, as the step `doing` (see `refusing`); refuse `sys.exit`."""
     with not_ending(doing), refusing(doing, advice):
         yield
 

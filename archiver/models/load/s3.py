@@ -112,7 +112,7 @@ class Objects:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def url_of(self, name: str) -> str:
-        """Return the URL of the object `name` in the folder `url`; "" stands for `url` itself."""
+        """Return the URL of the object `name` in the folder `url`; the name "" gives `url` itself."""
         return f"{self.url}/{name}" if name else self.url
 
     def size(self, name: str) -> int:

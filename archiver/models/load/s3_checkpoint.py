@@ -65,9 +65,9 @@ class _Read(NamedTuple):
         has_ends = 0 < self.around_bytes <= min(_TINY_BYTES, self.numbers_bytes)
         return self.length <= limit or not has_ends
 
-    @torch.inference_mode()  # the caller's mode does not apply to this thread
+    @torch.inference_mode()  # this thread does not have the mode of the caller's thread
     def put(self, found: torch.Tensor) -> None:
-        """Copy the part from the item's tensor into `into`."""
+        """Copy this part of `found`, the item's tensor, into `into`."""
         if found.shape != self.sizes:
             raise ValueError(f"a shard has the shape {tuple(found.shape)}, expected {tuple(self.sizes)}")
         self.into.copy_(_narrowed(found, self.plan.storage_offsets, self.plan.lengths))

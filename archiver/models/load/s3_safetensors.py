@@ -34,7 +34,7 @@ class Box(NamedTuple):
 
 
 class S3Weights(ABC):
-    """Weights in S3 by name."""
+    """Weights in S3, each of which is read by its name."""
 
     shapes: Mapping[str, tuple[torch.Size, torch.dtype]]
 
@@ -59,7 +59,7 @@ class S3Weights(ABC):
 
     @abstractmethod
     def read(self, boxes: Iterable[tuple[str, Box]]) -> None:
-        """Read parts of stored tensors, by their stored names.
+        """Read parts of stored tensors; each box comes with the name under which its tensor is stored.
 
         Raises:
             ModelRefused: an object is damaged, or can't be read (`Objects.fill`).

@@ -423,8 +423,8 @@ def _sizes_in_archive(
 ) -> tuple[FreeSize, ...]:
     """Return the signature's free sizes that no option names.
 
-    The example made from the signature has arbitrary sizes, and a model packed with only these would refuse
-    requests that the old archive accepted.
+    The example is made from the signature with arbitrary sizes. A model that is packed for only these sizes
+    would refuse requests that the old archive accepted.
     """
     signed, names = signed_sizes(signature), [spec.name for spec in signature.inputs]
     if signed and signed[0].name == BATCH and signed[0].high == LARGEST:

@@ -51,7 +51,7 @@ class _In8Bits(nn.Module):
 
 
 class Int8Linear(_In8Bits):
-    """A linear layer with weights of 8 bits, a scale for each output, and products in bfloat16."""
+    """A linear layer with 8-bit weights and a scale for each output; it multiplies in bfloat16."""
 
     def __init__(self, layer: nn.Linear, values: nn.Buffer, scales: nn.Buffer) -> None:
         super().__init__(values, scales)
@@ -346,7 +346,7 @@ def _unpacked(packed: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
 
 
 def without_torchao(program: ExportedProgram) -> ExportedProgram:
-    """Return the program with torchao's operators replaced by torch's, so that a server needs no torchao.
+    """Return the program with torch's operators in place of torchao's, so that a server needs no torchao.
 
     Raises:
         ModelRefused: an operator can't be replaced.

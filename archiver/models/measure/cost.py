@@ -19,9 +19,9 @@ BATCH_SIZES = (1, 8)
 _WARM_UPS = 3  # the first runs of TorchScript profile and compile
 _LEAST, _MOST = 5, 400  # minimum and maximum number of rounds
 _QUICK = 0.1  # the percentile, as a share of the runs; the minimum would depend on luck
-_TURN = 3  # consecutive runs of a model in each round
-_LONG_S = 0.05  # a run that takes longer computes on more data than the caches hold
-_BUSY = 1.5  # runnable programs per core, over the last minute, above which the cores count as busy
+_TURN = 3  # runs of a model in a row in each round
+_LONG_S = 0.05  # a run that takes longer works on more data than the caches hold
+_BUSY = 1.5  # with more runnable programs per core, averaged over the last minute, the cores count as busy
 _SHAPES = 3  # different shapes of samples that a model is timed on
 
 
@@ -122,7 +122,7 @@ def times_by_batch(
 ) -> list[dict[int, float]]:
     """Return the milliseconds per run by batch size for each model, as the mean over up to three shapes.
 
-    A batched model is timed at `sizes`, the smallest first, because a server's first run has one row.
+    A batched model is timed at each of `sizes`, the smallest first, because a server's first run has one row.
 
     Args:
         models: freshly loaded, see `processor_ms`.

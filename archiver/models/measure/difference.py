@@ -32,9 +32,9 @@ class Difference:
     cosine: float | None  # mean over rows, the minimum over all outputs; None without floating-point outputs
     # Share of rows with the largest value at the same index; None unless an output is [rows, 2+].
     top1: float | None
-    channel: ChannelDrift | None = None  # None if no channel varies, or there are too few values
+    channel: ChannelDrift | None = None  # None: no channel varies, or there are too few values
     silenced: tuple[Silenced, ...] = ()
-    undefined: bool = False  # an output of the original is not-a-number throughout, so nothing is compared
+    undefined: bool = False  # an output of the original is NaN throughout, so it can't be compared
 
 
 def flattened(result: Any) -> Tensors:
@@ -102,7 +102,7 @@ def at_least_rounding(limit: float, dtype: torch.dtype) -> float:
 
 
 def drift_limit(limit: float, module: torch.nn.Module) -> float:
-    """Return the drift limit for other forms of a module: `limit`, or more for float16 or bfloat16 weights.
+    """Return the drift limit for converted forms of a module: `limit`, or more for 16-bit float weights.
 
     Folding rounds these weights again. Weights of 8 bits do not count: the module computes in another dtype.
     """

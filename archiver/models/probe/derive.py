@@ -90,7 +90,7 @@ def signature_of(
         if not probe_batch:
             raise
         refusal = end
-    found = tried(False)  # raises the error again if the example itself ends the process
+    found = tried(False)  # if the example itself ends the process, this raises the error again
     say(f"{_NOT_BATCHED}: {refusal}")
     return found
 

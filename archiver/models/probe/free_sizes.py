@@ -15,7 +15,7 @@ from torchere.archiver.models.probe.row_independence import Trial
 from torchere.archiver.models.steps import Say
 
 _MOST_STEPS = 40  # divisors of the example's size that are tried as steps
-_FURTHER = (1, 2, 3)  # a step is right if the model takes the sizes this many steps from the example's
+_FURTHER = (1, 2, 3)  # a step is right if the model takes the sizes that are this many steps from the example
 _NO_MEMORY = ("can't allocate memory", "not enough memory", "out of memory", "bad_alloc")
 
 Places = list[tuple[int, int]]
@@ -128,7 +128,7 @@ def with_other_sizes(
 
 
 def _advice(trial: Trial, free: FreeSize, option: str) -> str:
-    """Find a narrower range that the model takes, and return how to ask for it."""
+    """Find a narrower range of sizes that the model takes; return the advice to declare it by `option`."""
 
     def runs(size: int) -> bool:
         try:
@@ -162,7 +162,7 @@ def _is_shared(free: FreeSize, example: Tensors) -> bool:
 
 
 def _narrower(free: FreeSize, now: int, far: list[int], runs: Callable[[int], bool]) -> FreeSize | None:
-    """Return the part of the range that the model takes, by a larger step and closer bounds; None if none."""
+    """Return the part of the range that the model takes, with a larger step or closer bounds, or None."""
     step = _step(free, now, runs)
     if step is None:
         return None

@@ -15,7 +15,8 @@ from torchere.archiver.models.steps import Say, silent
 from torchere.archiver.signature import Signature, Values
 
 _WHOLE = (torch.int32, torch.int64)
-_LOOKUPS = ("embedding", "_embedding_bag", "_embedding_bag_forward_only")  # aten's, called on (table, rows)
+# Operators of `aten`; their first arguments are the table and the rows to look up.
+_LOOKUPS = ("embedding", "_embedding_bag", "_embedding_bag_forward_only")
 _FAILED = "failed"
 
 
@@ -23,9 +24,9 @@ def with_id_ranges(signature: Signature, run: Run, example: Tensors) -> Signatur
     """Return the signature with the range of each input whose values index an embedding table unchanged.
 
     The model runs once on the example and, in a child process, on ids outside of each range, which it has to
-    refuse. It does not run if no input is int32 or int64. An input gets no range if the model computes the
-    indices, takes an id outside of the table, or fails while it is watched: then the server can't know which
-    ids are too large.
+    refuse. It does not run if no input is int32 or int64. An input gets no range, so that the server does not
+    check its ids, if the model computes the indices, takes an id outside of the table, or fails while it is
+    watched.
 
     Args:
         signature: its inputs are those of `example`, in order.
@@ -77,7 +78,7 @@ def _refuses(run: Run, given: Tensors, place: int, rows: int) -> bool:
 
     try:
         return isolated(work, silent) == _FAILED
-    except ModelEndedProcess:  # a crash, worse than an error
+    except ModelEndedProcess:  # a crash counts as a failure, too
         return True
     except ModelRefused:
         return False

@@ -37,7 +37,7 @@ Arguments: a callback for the inputs of each run, called before the run, and one
 _FIRST_S = 60.0  # limit of the first run; a longer one is repeated in this process
 _LEAST_S, _TIMES = 60.0, 30  # limit of a later run: the larger of `_LEAST_S` and `_TIMES` times the first
 _SHARE = 0.9  # share of the available memory that the child may take
-_CPP_CAUSE = "what():"  # begins the line in which C++ names the exception that ended the process
+_CPP_CAUSE = "what():"  # C++ names the exception that ended the process on a line that begins so
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _MEMORY = Path("/proc/meminfo")
 _OWN_MEMORY = Path("/proc/self/status")
@@ -72,8 +72,8 @@ class _Run:
 def isolated(work: Work, say: Say) -> str:
     """Do the work in a child process and return its result.
 
-    The work is done in this process on systems other than Linux, and when the first run takes longer than
-    a minute: a model may wait for threads of its own that do not survive the fork.
+    On systems other than Linux, the work is done in this process. So is work whose first run takes longer
+    than a minute, because the model may wait for its own threads, which do not survive the fork.
 
     Args:
         work: see `Work`. Its changes to the model and to other objects are lost.
@@ -124,7 +124,7 @@ def forked(run: Callable[[Connection[Any, Any]], NoReturn]) -> tuple[int, Connec
 
 
 def _answer(messages: Connection[Any, Any], run: _Run, say: Say) -> tuple[str, Any]:
-    """Read messages until the last one; return ("ended", None) without one, ("late", None) on time-out."""
+    """Pass the child's lines on; return its last message, ("ended", None) without, ("late", None) if late."""
     while True:
         if not messages.poll(max(run.started_s + run.limit_s - time.monotonic(), 0)):
             return "late", None

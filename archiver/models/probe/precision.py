@@ -25,8 +25,8 @@ class Precision:
     larger values make the others coarser than `absolute`.
     """
 
-    relative: float  # of each value
-    # Relative to the largest value of the channel; for whole numbers, the share that may differ.
+    relative: float  # allowed difference, relative to each value
+    # The same, relative to the channel's largest value; for whole numbers, the share that may differ.
     absolute: float
     spread: float = 1.0  # lower bound of a channel's largest value, as a share of the output's largest
     scales_by_batch: bool = False

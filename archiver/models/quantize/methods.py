@@ -161,8 +161,8 @@ def shared_scale(model: LoadedModel, method: str) -> tuple[str, ...]:
 def one_size(method: str, samples: Samples, sizes: Sequence[FreeSize]) -> tuple[str, ...]:
     """Return a warning for each free size that is equal in all samples of int8-static.
 
-    A value that grows with a size, such as a sum over the tokens of a text, would be clipped to the range
-    that the samples have.
+    int8 would clip a value that grows with a size, such as a sum over the tokens of a text, to the range that
+    it has in the samples.
     """
     alike = [free for free in sizes if len({free.size_in(one) for one in samples}) == 1]
     return tuple(
@@ -270,7 +270,7 @@ def _folded_program(maker: Maker) -> Folded | None:
     """
     module, example = maker.opened.module, maker.model.example
     try:
-        # torch prints the graph up to the point at which it fails.
+        # torch prints the graph up to the place where the export fails, which users need not see.
         with errors_only(_SHAPES), contextlib.redirect_stderr(io.StringIO()):
             program = exported(module, example, maker.model.signature.inputs)
         if not holds_for_all_sizes(program):

@@ -110,7 +110,7 @@ def _folded(module: nn.Module, example: Tensors) -> nn.Module:
 
 
 def call_each_once(graph: fx.GraphModule, but: tuple[type[nn.Module], ...] = ()) -> dict[str, str]:
-    """Give each further call of a layer a copy that shares its weights: torch would treat all calls as one.
+    """Give each call of a layer after the first a copy with the same weights; torch would merge the calls.
 
     Return the layer's name by the name of each copy. Layers whose type is in `but` are not copied.
     """

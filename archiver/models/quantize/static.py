@@ -6,7 +6,7 @@ Three decisions, each measured on EfficientNet-Lite0 (docs/quantization.md):
   2 x 255 x 127 but not with 2 x 255 x 64. The processor that serves an archive often differs from the one
   that packs it. Depthwise convolutions have 8 bits: oneDNN does not add pairs for them, and 7 bits cost the
   most accuracy in a kernel of few taps. FBGEMM does (`ADD_PAIRS`).
-- ReLU6 becomes the saturation of the integer format (`clipped_by_format`).
+- The saturation of the integer format takes the place of ReLU6 (`clipped_by_format`).
 - Only layers that gain are quantised. Normalisations, softmax and similar layers stay in fp32: they take
   little of the time, and lose the most accuracy with 8 bits.
 """
@@ -106,7 +106,7 @@ _KEPT_IN_FP32: tuple[Any, ...] = (
     "tanh",
     "matmul",
 )
-# torch quantises these, or fuses them with the layer before, only in the second spelling.
+# torch quantises these functions, or fuses them with the layer before, only if they have the second spelling.
 _SPELLINGS: dict[Any, Any] = {
     torch.relu: functional.relu,
     torch.relu_: functional.relu,
@@ -314,7 +314,7 @@ def _leave_whole_numbers(prepared: fx.GraphModule, sample: Tensors) -> None:
         """Return True for masks and indices, else None."""
         return True if isinstance(result, torch.Tensor) and not result.is_floating_point() else None
 
-    # On a copy, because each run calibrates the observers.
+    # The copy runs, because each run calibrates the observers.
     names = {node.name for node in Recorder(copy.deepcopy(prepared), is_whole).run_on(sample)}
     for node in list(prepared.graph.nodes):
         if node.name in names and isinstance(module_at(prepared, node), (ObserverBase, FakeQuantizeBase)):
@@ -390,7 +390,7 @@ def _qconfig(activation: Any, weight_limit: int) -> Any:
     return QConfig(activation=activation, weight=weight)  # type: ignore[no-untyped-call]
 
 
-# ReLU6 after a convolution becomes ReLU, because saturation of int8 can do the rest.
+# ReLU6 after a convolution becomes ReLU, because the saturation of int8 can be the upper limit.
 #
 # When the activations after a ReLU6 are quantised over exactly 0 ... 6, the format's own saturation is the
 # upper limit: it costs nothing, no level is spent on clipped values, and the remaining ReLU is fused into the
@@ -431,7 +431,7 @@ def clipped_by_format(graph: fx.GraphModule, kept: Collection[str] = ()) -> tupl
 
 def _is_relu6(graph: fx.GraphModule, node: fx.Node) -> bool:
     layer = module_at(graph, node)
-    if isinstance(layer, nn.Hardtanh):  # nn.ReLU6 is a subclass
+    if isinstance(layer, nn.Hardtanh):  # nn.ReLU6 is a subclass of nn.Hardtanh
         return (layer.min_val, layer.max_val) == _LIMITS
     if node.op not in ("call_function", "call_method"):
         return False

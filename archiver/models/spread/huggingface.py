@@ -107,7 +107,7 @@ def _class_of_rank(known: Any, split: Split, mesh: DeviceMesh, device: torch.dev
                 (split.pipeline, 1, split.tensor, 1),
                 mesh_dim_names=("pp", "dp_replicate", "efsdp", "ep"),
             )
-            # With a device, transformers requires the package accelerate.
+            # If a device is given, transformers requires the package accelerate; the CPU needs none.
             where = None if device.type == "cpu" else device
             return config, where, _distributed("utils").TransformersDeviceMesh(dense, experts)
 

@@ -79,7 +79,7 @@ class _Handed(BaseException):
 
 
 class Stages:
-    """Runs a model that was `cut`, in all ranks of a group. Its `forward` takes the place of the model's.
+    """Runs a model that was `cut`, in all ranks of a group. Its `forward` replaces that of the model.
 
     All ranks call it with the same inputs, and get the same result. The model's code before its
     layers runs in each rank.
@@ -139,7 +139,7 @@ class Stages:
         failure: Exception | None = None
         for part in _parts_of(leaves, self._parts):
             self._has_incoming, self._has_begun = False, self._is_first
-            if failure is not None:  # the other stages wait for one message per part
+            if failure is not None:  # stages still exchange a message for each part
                 self._tell(failure)
                 continue
             try:
@@ -172,7 +172,7 @@ class Stages:
             self._after.send_failure(error)
 
     def _shared_result(self, outputs: Sequence[Any], failure: Exception | None) -> Any:
-        """Return the last stage's result in all ranks, or raise in all."""
+        """Return the last stage's result in every rank, or raise the error in every rank."""
         result = None
         try:
             if not self._is_last:

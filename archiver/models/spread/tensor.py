@@ -119,7 +119,7 @@ class _Call:
 
     @property
     def rank(self) -> int:
-        """The number of this rank among those that share the layer."""
+        """The number of this rank among the ranks that share the layer."""
         return dist.get_rank(self.group)
 
     def whole(self, part: torch.Tensor) -> torch.Tensor:
@@ -131,7 +131,7 @@ class _Call:
         return torch.cat(parts, -1)
 
     def summed(self, part: torch.Tensor) -> torch.Tensor:
-        """Return the sum over the ranks."""
+        """Return the sum of the parts of all ranks."""
         part = part.contiguous()
         dist.all_reduce(part, group=self.group)
         return part
@@ -155,7 +155,7 @@ def _features(call: _Call, words: torch.Tensor) -> torch.Tensor:
 def _words(call: _Call, words: torch.Tensor) -> torch.Tensor:
     count = call.layer.weight.shape[0]
     outside = (words < 0) | (words >= call.layer.num_embeddings)
-    if words.device.type == "cpu" and bool(outside.any()):  # otherwise such words would get zeros
+    if words.device.type == "cpu" and bool(outside.any()):  # otherwise they would get zeros
         raise IndexError("index out of range in self")  # the text of torch
     own = words - call.rank * count
     is_own = (own >= 0) & (own < count)

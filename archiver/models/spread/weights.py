@@ -1,8 +1,7 @@
-"""Gives each rank its own part of the weights: a model is made without weights, and a rank reads its slices.
+"""Gives each rank its own part of the weights: the model is made without weights, then the rank reads slices.
 
-So no rank holds the whole model at any time. On a CPU, a tensor that a rank keeps whole stays memory-mapped,
-and the ranks share its pages. Slices are copies, because a view of a slice would keep the pages around it in
-memory.
+So no rank ever holds the whole model. On a CPU, a tensor that a rank keeps whole stays memory-mapped, and the
+ranks share its pages. Slices are copied, because a view would keep the pages around the slice in memory.
 """
 
 from __future__ import annotations
@@ -211,8 +210,8 @@ def fill_from_shards(
         ModelRefused: the checkpoint is damaged, or is that of another model.
     """
     fill(model, _Unread(model), parts, device)
-    # For a distributed tensor, the reader finds out which part of the file to read. Imported here, because it
-    # takes half a second, and only ranks with such a folder need it.
+    # For a DTensor, the reader finds out which part of the file to read. The import is here, because it takes
+    # half a second, and only ranks with such a folder need it.
     from torch.distributed.tensor import DTensor, Shard  # noqa: PLC0415
 
     from torchere.archiver.models.load.distributed import read_parts  # noqa: PLC0415
@@ -227,7 +226,7 @@ def fill_from_shards(
 
 
 class _Unread:
-    """Weights that are only allocated: empty tensors of the right size, to be read into afterwards."""
+    """Weights that are not read yet: empty tensors of the right size, which a reader fills later."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._placeholders = dict(model.named_parameters(remove_duplicate=False))

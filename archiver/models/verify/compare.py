@@ -28,7 +28,7 @@ from torchere.archiver.models.verify.report import Report, Side, this_machine
 from torchere.archiver.torchscript_options import TorchScriptOptions
 
 _BUDGET_S = 1.5  # timing budget per batch size, for all models together
-_PLAINLY = TorchScriptOptions()  # without options
+_PLAINLY = TorchScriptOptions()  # no option is set
 
 
 @fewer_threads_when_busy()
@@ -50,7 +50,7 @@ def verify(
 ) -> Report:
     """Time both models in turns, and compare their outputs on the samples.
 
-    Not thread-safe: sets torch's number of threads. Does not check the drift; see `refuse_drift`.
+    Not thread-safe: it sets torch's number of threads. It does not check the drift; see `refuse_drift`.
     The models are timed before the comparison, the smallest batch first: the first runs decide their speed.
 
     Args:
@@ -138,7 +138,7 @@ def refuse_other_sizes(
     *,
     quantised: bool = True,
 ) -> None:
-    """Raise ModelRefused when the packed model answers differently at another size than the example's.
+    """Raise ModelRefused when the packed model's answers differ at sizes other than those of the example.
 
     A compiler may have fixed a size that is declared free, such as the number of steps of an unrolled loop,
     even if the outputs have the right shapes. In static int8, values that grow with a size leave the ranges

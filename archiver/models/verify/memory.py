@@ -5,8 +5,8 @@
 The sizes of the model's tensors would leave out working memory, and copies of weights packed for an engine.
 The options are `TorchScriptOptions` as JSON. One process imports torch, and forks a child for each file.
 
-Only anonymous memory is counted. A forked child has no pages of torch's libraries at first, so their 10 MB of
-code, which all processes of a machine share, would be counted for a model of any size.
+Only anonymous memory is counted. At first a forked child has no pages of torch's libraries, so 10 MB of their
+code, which all processes of a machine share, would otherwise be counted for every model.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ _STATM = Path("/proc/self/statm")  # second field: resident pages, third: those 
 def resident_bytes(
     files: Sequence[Path | None], loads: Sequence[TorchScriptOptions], example: Tensors
 ) -> list[int | None]:
-    """Return for each file the growth in bytes of a process that loads it as TorchScript and runs it twice.
+    """Return for each file how many bytes a process grows by loading it as TorchScript and running it twice.
 
-    It is None for a file that is None, is not TorchScript or fails to run, and for all files after a
+    The result is None for a file that is None, is not TorchScript or fails to run, and for all files after a
     timeout and on a system without /proc. Without a file to measure, no process is started.
     """
     sizes: list[int | None] = [None] * len(files)

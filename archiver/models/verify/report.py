@@ -26,7 +26,7 @@ class Side:
     """The measurements of one form of the model."""
 
     name: str  # "original", "fp32", "packed", or an archive's name
-    size_bytes: int | None  # of the file; None without a file
+    size_bytes: int | None  # size of the file; None: there is no file
     memory_bytes: int | None  # growth of a process that loads it and runs it twice; None if not measured
     latency_ms: Mapping[int, float]  # by batch size: processor time of a run, see `processor_ms`
 
