@@ -1,8 +1,10 @@
 """A real server process on free ports, started as users start it; `pythonpath` of pytest leads here."""
 
 import json
+import random
 import re
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -11,6 +13,7 @@ import urllib.error
 import urllib.request
 import zipfile
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,6 +40,19 @@ class Reply:
 
     def json(self) -> Any:
         return json.loads(self.body)
+
+
+def free_ports(count: int) -> list[int]:
+    """Return ports that were free just now, for tests that must name a port before a server listens on it.
+
+    They are below those that the kernel gives for 0, so no other test takes them meanwhile.
+    """
+    ports: set[int] = set()
+    while len(ports) < count:
+        port = random.randrange(20_000, 32_000)
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            ports.add(port)
+    return list(ports)
 
 
 @dataclass

@@ -180,7 +180,8 @@ def test_a_server_that_a_shell_has_started_is_stayed_with_and_ended(
             time.sleep(0.05)
         entered.terminate()
 
-        assert entered.wait(60) == 0
+        # A script that stops the server itself may end, with its own status, before the server is looked for.
+        assert entered.wait(60) in ((0, 143) if line == "bash ./stops" else (0,))
         assert "stopped: 0 predictions accepted" in log.read_text()
         assert "ending at once" not in log.read_text()
     finally:

@@ -5,7 +5,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -18,6 +17,7 @@ from typing import Any
 
 import psutil
 import pytest
+from servers import free_ports
 
 from torchere.serving.commands.torchserve import running
 
@@ -190,7 +190,7 @@ def test_kserves_single_port_configuration_with_a_model_snapshot(deployment: Dep
         "responseTimeout": 120,
     }
     snapshot = {"name": "startup.cfg", "modelCount": 1, "models": {"net": {"1.0": entry}}}
-    port = free_port()
+    (port,) = free_ports(1)
     (deployment.folder / "config.properties").write_text(
         f"inference_address=http://127.0.0.1:{port}\nmanagement_address=http://127.0.0.1:{port}\n"
         "metrics_address=http://127.0.0.1:0\ngrpc_inference_port=0\ngrpc_management_port=0\n"
@@ -236,7 +236,7 @@ def test_sagemakers_command_line_with_a_folder_as_the_model(deployment: Deployme
     (model / "code").mkdir(parents=True)
     service = "def handle(data, context):\n    return None if data is None else ['served'] * len(data)\n"
     (model / "service.py").write_text(service)
-    port = free_port()
+    (port,) = free_ports(1)
     (deployment.folder / "sagemaker-ts.properties").write_text(
         "enable_envvars_config=true\ndecode_input_request=false\nload_models=ALL\n"
         f"inference_address=http://127.0.0.1:{port}\nmanagement_address=http://127.0.0.1:{port}\n"
@@ -260,10 +260,3 @@ def test_sagemakers_command_line_with_a_folder_as_the_model(deployment: Deployme
     # The end of the server leaves the folder alone.
     deployment.stop()
     assert (model / "service.py").exists()
-
-
-def free_port() -> int:
-    """A port that was free a moment ago: both addresses must name the same one."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

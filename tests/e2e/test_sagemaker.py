@@ -5,7 +5,6 @@ import importlib.util
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 import sysconfig
@@ -18,7 +17,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from servers import RunningServer, follow
+from servers import RunningServer, follow, free_ports
 
 from torchere.serving.commands.sagemaker import properties_of, run_sagemaker
 from torchere.serving.commands.serve_options import LaunchRefused
@@ -40,13 +39,6 @@ folders = _folders()
 SERVED = [name for name in folders.FOLDERS if name not in ("arity", "both")]
 
 
-def free_port() -> int:
-    """A port that is free now; both APIs of an endpoint are on it, so it can't be 0."""
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        return taken.getsockname()[1]
-
-
 def started(base: Path, **variables: str) -> RunningServer:
     """A container's server: `torchere sagemaker` with the variables that SageMaker sets."""
     temporary = base / "tmp"
@@ -54,7 +46,7 @@ def started(base: Path, **variables: str) -> RunningServer:
     environ = {name: value for name, value in os.environ.items() if not name.startswith("SAGEMAKER_")}
     environ |= {
         "SAGEMAKER_BASE_DIR": str(base),
-        "SAGEMAKER_BIND_TO_PORT": str(free_port()),
+        "SAGEMAKER_BIND_TO_PORT": str(free_ports(1)[0]),  # both APIs are on it, so it can't be 0
         "TMPDIR": str(temporary),
     }
     environ |= variables

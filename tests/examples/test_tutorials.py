@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from servers import RunningServer, follow
+from servers import RunningServer, follow, free_ports
 
 ROOT = Path(__file__).resolve().parents[2]
 TUTORIALS = ("quickstart.md", "handlers.md", "grpc.md")
@@ -40,15 +39,6 @@ def parts() -> Iterator[Part]:
             blocks = [(found[1], found[2]) for found in BLOCK.finditer(text)]
             if any(language == "sh" for language, _ in blocks):
                 yield Part(heading, blocks)
-
-
-def free_ports(count: int) -> list[int]:
-    """Return ports that were free just now; the tutorials name theirs, so they can't be 0."""
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports
 
 
 class Reader:

@@ -20,6 +20,7 @@ import msgspec
 import psutil
 import pytest
 from pools import fork_launcher, new_pool, pool_in_service, until
+from servers import free_ports
 
 from torchere.serving import __version__
 from torchere.serving.config.server_settings import ServerSettings
@@ -53,18 +54,12 @@ class Handler:
 """
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port: int = probe.getsockname()[1]
-    return port
-
-
 class Meeting:
     """A leader that waits for machines, in a thread."""
 
     def __init__(self, ranks: int = 2, **changes: Any) -> None:
         asked = {"least": 2, "most": 2, "join_s": 30.0, "last_call_s": 0.0, "secret": SECRET, **changes}
-        self.rendezvous = Rendezvous("127.0.0.1", free_port(), **asked)
+        self.rendezvous = Rendezvous("127.0.0.1", free_ports(1)[0], **asked)
         self.found: list[Machine] | BaseException = []
         self._dialled: list[socket.socket] = []
         self._thread = threading.Thread(target=self._run, args=(ranks,))
@@ -237,7 +232,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def port() -> int:
-    return free_port()
+    return free_ports(1)[0]
 
 
 @pytest.fixture(scope="module")
