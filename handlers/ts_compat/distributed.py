@@ -10,6 +10,7 @@ import torch
 
 from torchere.handlers.base import BaseHandler
 from torchere.handlers.context import Context
+from torchere.handlers.rows import config_of
 
 PIPPY_REMEDY = (
     "PiPPy has become torch.distributed.pipelining: `parallel: {pipeline: 2}` in model-config.yaml makes "
@@ -61,7 +62,7 @@ def get_ds_engine(model: Any, ctx: Context) -> Any:
         ValueError: the section or a file that it names is missing, or there are no weight files.
         ImportError: DeepSpeed is not installed.
     """
-    settings = ctx.model_yaml_config or {}
+    settings = config_of(ctx)
     section = settings.get("deepspeed")
     if not section:
         raise ValueError(f"{ctx.model_name}: model-config.yaml has no section deepspeed")

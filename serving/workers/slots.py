@@ -19,9 +19,8 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-SLOTS = (
-    8  # in each direction; the lowest free one is taken, so that others take no memory before it is needed
-)
+# In each direction. The lowest free slot is taken: the others take no memory before they are needed.
+SLOTS = 8
 SLOT_BYTES = 2**22
 _FLAGS_BYTES = mmap.PAGESIZE  # of which each direction uses `SLOTS`
 BYTES = _FLAGS_BYTES + 2 * SLOTS * SLOT_BYTES  # of both directions
@@ -50,9 +49,11 @@ class Slots:
         self._putting = threading.Lock()
 
     def put(self, values: Sequence[bytes | bytearray | memoryview], size: int) -> int:
-        """Copy values of `size` bytes in all into a free slot; return its number, or -1: there is none."""
-        import numpy as np  # noqa: PLC0415 - 0.1 s, which the start of the server need not wait for
+        """Copy values of `size` bytes in all into a free slot, one behind the other.
 
+        Returns:
+            The slot's number; -1: no slot is free, or the values are larger than a slot.
+        """
         if size > SLOT_BYTES:
             return -1
         with self._putting:
@@ -61,11 +62,10 @@ class Slots:
                 return -1
             self._memory[at] = 1
         slot = at - self._flags_at
-        room, start = np.frombuffer(self._memory, np.uint8, size, self._values_at + slot * SLOT_BYTES), 0
+        start = self._values_at + slot * SLOT_BYTES
         for value in values:
-            end = start + len(value)
-            room[start:end] = np.frombuffer(value, np.uint8)  # unlike a memoryview's copy, without the GIL
-            start = end
+            _bytes_of(self._memory, start, len(value))[:] = _bytes_of(value, 0, len(value))
+            start += len(value)
         return slot
 
     def take(self, slot: int, size: int) -> memoryview:
@@ -74,17 +74,23 @@ class Slots:
         Raises:
             ValueError: there is no such slot, or it is smaller.
         """
-        import numpy as np  # noqa: PLC0415 - as above
-
         if not (0 <= slot < self._count and size <= SLOT_BYTES):
             raise ValueError(
                 f"slot {slot} with {size} bytes, expected one of {self._count} with at most {SLOT_BYTES}"
             )
-        array = np.frombuffer(self._memory, np.uint8, size, self._values_at + slot * SLOT_BYTES)
+        array = _bytes_of(self._memory, self._values_at + slot * SLOT_BYTES, size)
         _viewed[id(self), slot] = weakref.ref(array, partial(self._free, slot))
-        return array.data
+        view: memoryview = array.data
+        return view
 
     def _free(self, slot: int, view: weakref.ref[Any]) -> None:
         if _viewed.get((id(self), slot)) is view:
             del _viewed[id(self), slot]
             self._memory[self._flags_at + slot] = 0
+
+
+def _bytes_of(buffer: mmap.mmap | bytes | bytearray | memoryview, start: int, size: int) -> Any:
+    """Return a NumPy array over bytes of a buffer: unlike memoryviews, arrays copy without the GIL."""
+    import numpy as np  # noqa: PLC0415 - 0.1 s, which the start of the server need not wait for
+
+    return np.frombuffer(buffer, np.uint8, size, start)

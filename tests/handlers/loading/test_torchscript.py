@@ -262,6 +262,15 @@ class Best(torch.nn.Module):
         return found
 
 
+def stub(package: str, source: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Make a package that can be imported and has not been; return its file."""
+    file = folder / f"{package}.py"
+    file.write_text(source)
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.delitem(sys.modules, package, raising=False)
+    return str(file)
+
+
 def test_torchvision_is_imported_for_a_file_that_needs_its_operators(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -273,9 +282,7 @@ def test_torchvision_is_imported_for_a_file_that_needs_its_operators(
     with pytest.raises(RuntimeError, match=r"best\.pt .*needs torchvision, which can't be imported"):
         load_torchscript(path, "cpu")
 
-    (tmp_path / "torchvision.py").write_text(TORCHVISION)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "torchvision")
+    stub("torchvision", TORCHVISION, tmp_path, monkeypatch)
     assert load_torchscript(path, "cpu")(torch.tensor([1.0, 3.0, 2.0])).item() == 1
 
 
@@ -300,12 +307,10 @@ def test_torch_tensorrt_is_imported_for_a_file_with_its_engines(
     with pytest.raises(RuntimeError, match=r"engine\.pt .*needs torch_tensorrt, which can't be imported"):
         load_torchscript(path, "cpu")
 
-    (tmp_path / "torch_tensorrt.py").write_text("")  # without the class, which only C++ can register
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "torch_tensorrt")
+    file = stub("torch_tensorrt", "", tmp_path, monkeypatch)  # without the class, which only C++ can register
     with pytest.raises(RuntimeError, match="Unknown type name"):
         load_torchscript(path, "cpu")
-    assert sys.modules["torch_tensorrt"].__file__ == str(tmp_path / "torch_tensorrt.py")
+    assert sys.modules["torch_tensorrt"].__file__ == file
 
 
 class Worst(torch.nn.Module):
@@ -323,10 +328,8 @@ def test_both_packages_are_imported_for_a_file_that_needs_both(
     with torch.library._scoped_library("torchvision", "FRAGMENT") as library:
         library.define("worst(Tensor scores) -> Tensor")
         save_with_engine(torch.nn.Sequential(Worst(), torch.nn.ReLU()), path)
-    (tmp_path / "torchvision.py").write_text(TORCHVISION.replace("best", "worst"))
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "torchvision", raising=False)
+    file = stub("torchvision", TORCHVISION.replace("best", "worst"), tmp_path, monkeypatch)
     monkeypatch.setitem(sys.modules, "torch_tensorrt", None)
     with pytest.raises(RuntimeError, match="needs torch_tensorrt, which can't be imported"):
         load_torchscript(path, "cpu")
-    assert sys.modules["torchvision"].__file__ == str(tmp_path / "torchvision.py")
+    assert sys.modules["torchvision"].__file__ == file

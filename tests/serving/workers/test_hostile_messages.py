@@ -26,6 +26,8 @@ GARBAGE = {
     "a tag that does not exist": "frame([99])",
     "a large answer of less than nothing": "frame([13, 1, [], 0.0, 0.0, [], [0.0] * 3, '', [[0, -1]]])",
     "large answers beyond the limit": "frame([13, 1, [], 0.0, 0.0, [], [0.0] * 3, '', [[0, 2**30]] * 3])",
+    "a slot that does not exist": "frame([13, 1, [[21, b'']], 0.0, 0.0, [], [0.0] * 3, '', [[0, 100]], 8])",
+    "more than a slot has": "frame([13, 1, [[21, b'']], 0.0, 0.0, [], [0.0] * 3, '', [[0, 2**22 + 1]], 0])",
 }
 
 

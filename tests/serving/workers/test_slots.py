@@ -8,7 +8,6 @@ import subprocess
 import sys
 from typing import Any
 
-import msgspec
 import pytest
 from pools import pool_in_service
 
@@ -249,10 +248,3 @@ def test_slots_are_free_after_requests_and_their_answers(
             assert page.to_server.put([b"x"], 1) == 0
 
     asyncio.run(main())
-
-
-def test_a_slot_that_does_not_exist_is_a_protocol_error() -> None:
-    done = messages.Done(1, (InferResponse(b""),), 0.0, 0.0, (), large=((0, LARGE),), slot=SLOTS)
-    decoded = msgspec.msgpack.decode(messages.encode_frame(done)[HEADER.size :], type=messages.Done)
-    with pytest.raises(ValueError, match="slot 8"):
-        Slots(memory(), 0, 0).take(decoded.slot, LARGE)
