@@ -1,10 +1,10 @@
 """Slots of shared memory: they carry large values between the server and a worker beside the data socket.
 
 The kernel copies bytes that cross a socket twice, into buffers of its own and out of them. A slot takes one
-copy: one side puts the values of a run, or of its report, into it, and the other side reads them in place.
-A byte for each slot says whether it is in use. The side that puts values sets it; the side that reads them
-clears it once the last view of the slot is gone, which may be long after the run: handlers keep inputs,
-and clients read slowly. If no slot is free, values cross the socket, so nothing ever waits for a slot.
+copy: the sender (the server for a run, the worker for its report) puts the values into it, and the receiver
+reads them in place. A byte for each slot says whether it is in use. The sender sets it; the receiver clears
+it once the last view of the slot is gone, which may be long after the run: handlers keep inputs, and clients
+read slowly. If no slot is free, values cross the socket, so nothing ever waits for a slot.
 
 The server reads nothing back that it has put into a slot: a handler may change its inputs in place.
 """
